@@ -1,0 +1,8 @@
+"""Contrastive losses. A loss knows embeddings, keys and ids; it never communicates."""
+
+from dsclr.losses.base import Keys, Loss, LossOutput
+from dsclr.losses.build import LOSSES, build_loss
+from dsclr.losses.dense import DenseInfoNCE
+from dsclr.losses.topk import TopKInfoNCE
+
+__all__ = ["LOSSES", "DenseInfoNCE", "Keys", "Loss", "LossOutput", "TopKInfoNCE", "build_loss"]

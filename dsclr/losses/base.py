@@ -1,0 +1,125 @@
+"""What every loss takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Objective = Literal["clip", "simclr"]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Candidates that the local rows are compared with: the local batch, or the batch of all ranks.
+
+    Attributes:
+        a: (M, D) first embeddings (images, or first views).
+        b: (M, D) second embeddings (texts, or second views).
+        ids: (M,) int64; equal ids are never negatives of each other.
+    """
+
+    a: Tensor
+    b: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Attributes:
+    loss: 0-dim, the mean over this rank's rows and directions; has a graph to a, b, keys and logit_scale.
+    metrics: detached scalars for logging, such as positive_similarity or skip_rate.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor | float]
+
+
+class Loss(Protocol):
+    """``loss_fn(a, b, logit_scale, ids=None, keys=None) -> LossOutput``.
+
+    a, b: (N, D) L2-normalised rows, a[i] and b[i] a positive pair. logit_scale: the multiplicative scale,
+    0-dim or one element. ids: (N,) int64, all distinct if None. keys: the rows themselves if None; otherwise
+    they must contain the local rows, and ids must be given.
+    """
+
+    def __call__(
+        self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
+    ) -> LossOutput: ...
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One set of queries against its keys; positive is the score of each query with its own pair."""
+
+    q: Tensor
+    keys: Tensor
+    q_ids: Tensor
+    key_ids: Tensor
+    positive: Tensor
+
+
+def directions(a: Tensor, b: Tensor, ids: Tensor | None, keys: Keys | None, objective: Objective) -> list[Direction]:
+    """Lay a batch out as query/key problems whose losses are averaged.
+
+    clip: a against all b, and b against all a. simclr: Z = [a; b] against all of Z. A row's positive and the
+    row itself share its id, so the ids mask takes both out of the negatives.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+    """
+    if a.ndim != 2 or a.shape != b.shape or not a.is_floating_point() or a.dtype != b.dtype:
+        raise ValueError(
+            f"a and b must be two (N, D) floats of one dtype: got {tuple(a.shape)} {a.dtype} "
+            f"and {tuple(b.shape)} {b.dtype}"
+        )
+    if len(a) == 0:
+        raise ValueError("the batch is empty: a contrastive loss needs at least one row")
+    if ids is None:
+        if keys is not None:
+            raise ValueError("ids are required with keys: they tell which keys are the rows themselves")
+        ids = torch.arange(len(a), device=a.device)
+    if ids.shape != (len(a),) or ids.dtype != torch.int64:
+        raise ValueError(f"ids must be ({len(a)},) int64: got {tuple(ids.shape)} {ids.dtype}")
+    keys = Keys(a, b, ids) if keys is None else keys
+    # float32 at least: a bf16 scalar product of unit vectors is only good to 1e-2
+    wide = torch.promote_types(a.dtype, torch.float32)
+    positive = (a.to(wide) * b.to(wide)).sum(-1)
+    if objective == "clip":
+        return [
+            Direction(a, keys.b, ids, keys.ids, positive),
+            Direction(b, keys.a, ids, keys.ids, positive),
+        ]
+    return [
+        Direction(
+            torch.cat([a, b]),
+            torch.cat([keys.a, keys.b]),
+            torch.cat([ids, ids]),
+            torch.cat([keys.ids, keys.ids]),
+            torch.cat([positive, positive]),
+        )
+    ]
+
+
+def similarity_metrics(positive: Tensor, hardest: Tensor) -> dict[str, Tensor | float]:
+    """Metrics every loss reports.
+
+    Args:
+        positive: (R,) score of each row with its positive.
+        hardest: (R,) largest negative score, -inf where a row has none.
+    """
+    positive, hardest = positive.detach(), hardest.detach()
+    some = hardest > -torch.inf
+    return {
+        "positive_similarity": positive.mean(),
+        "hardest_negative_similarity": hardest[some].mean() if bool(some.any()) else float("nan"),
+        "batch_accuracy": (positive > hardest).to(torch.float32).mean(),
+    }
+
+
+def check_objective(objective: str) -> Objective:
+    if objective not in ("clip", "simclr"):
+        raise ValueError(f"objective = {objective!r}, accepted: 'clip', 'simclr'")
+    return objective  # type: ignore[return-value]

@@ -1,0 +1,126 @@
+"""Checkpoints that are complete or absent, and the state a run continues from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dsclr.config import ConfigError
+from dsclr.train.runtime import Runtime
+from dsclr.train.step import RandomState
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{8})$")
+
+
+@dataclass
+class Progress:
+    """How far a run is. ``consumed`` is this rank's place in the data, see TrainLoader."""
+
+    step: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    consumed: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run folder.
+
+    A checkpoint is written under a temporary name and renamed when every rank is done, so a folder called
+    step-NNNNNNNN is complete. All ranks must see the same file system.
+
+    Args:
+        folder: <run>/checkpoints.
+        runtime: of this process.
+        keep_last: older ones are deleted.
+        save_frozen: also keep weights that do not train (when they cannot be loaded again from a file).
+    """
+
+    folder: Path
+    runtime: Runtime
+    keep_last: int
+    save_frozen: bool
+
+    def complete(self) -> list[Path]:
+        """Oldest first."""
+        return complete_checkpoints(self.folder)
+
+    def save(self, engine: Any, progress: Progress) -> Path:
+        """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last."""
+        final = self.folder / f"step-{progress.step:08d}"
+        temporary = self.folder / f"{final.name}.part"
+        if self.runtime.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        engine.save_checkpoint(
+            str(self.folder),
+            tag=temporary.name,
+            save_latest=False,
+            exclude_frozen_parameters=not self.save_frozen,
+        )
+        state = RandomState.capture(self.runtime.device)
+        torch.save(
+            {**vars(progress), "world_size": self.runtime.world_size, "host": state.host, "device": state.device},
+            temporary / f"rank-{self.runtime.rank:05d}.pt",
+        )
+        dist.barrier()
+        if self.runtime.is_main:
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+            for old in self.complete()[: -self.keep_last]:
+                shutil.rmtree(old)
+        dist.barrier()
+        return final
+
+    def load(self, engine: Any, checkpoint: Path) -> Progress:
+        """Continue from a checkpoint: weights, optimizer, scheduler, random numbers and place in the data.
+
+        Raises:
+            ConfigError: missing or damaged files, or another number of ranks.
+        """
+        own = checkpoint / f"rank-{self.runtime.rank:05d}.pt"
+        ranks = len(list(checkpoint.glob("rank-*.pt")))
+        if ranks != self.runtime.world_size:
+            raise ConfigError(
+                f"{checkpoint} was written by {ranks} rank(s), this run has {self.runtime.world_size}: "
+                "resume with the same number"
+            )
+        try:
+            state = torch.load(own, weights_only=True)
+            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False)
+        except (OSError, RuntimeError, KeyError, EOFError) as error:
+            raise ConfigError(
+                f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}): if it is damaged, delete it "
+                "and resume from the one before"
+            ) from error
+        if path is None:
+            raise ConfigError(f"{checkpoint} holds no DeepSpeed state for this configuration")
+        RandomState(state.pop("host"), state.pop("device")).restore(self.runtime.device)
+        state.pop("world_size")
+        return Progress(**state)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.match(path.name))
+
+
+def has_frozen_random_weights(model: nn.Module, pretrained: str | None, name: str) -> bool:
+    """Whether there are weights that neither train nor come from a file."""
+    from_file = pretrained is not None or name.startswith(("hf-hub:", "local-dir:"))
+    return not from_file and any(not p.requires_grad for p in model.parameters())

@@ -1,0 +1,105 @@
+"""The DeepSpeed engine around a model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import Tensor, nn
+
+from dsclr.config import Config, ConfigError
+
+# Schedulers of DeepSpeed whose length is the run's, unless the JSON says otherwise.
+_TIMED_SCHEDULERS = ("WarmupCosineLR", "WarmupDecayLR")
+
+
+def engine_config(config: Config, total_steps: int, run_folder: str, device: torch.device) -> dict[str, Any]:
+    """What DeepSpeed gets: the run's JSON without our section, and what the user should not have to know.
+
+    A scheduler without ``total_num_steps`` ends with the run; on a CPU Adam is torch's (DeepSpeed would compile
+    its own for minutes); TensorBoard events go into the run folder unless the JSON sets its own
+    ``tensorboard`` section.
+
+    Raises:
+        ConfigError: what this trainer cannot run, by name.
+    """
+    _refuse(config, device)
+    ds = copy.deepcopy({key: value for key, value in config.raw.items() if key != "dsclr"})
+    ds.setdefault("steps_per_print", None)
+    optimizer = ds["optimizer"]
+    if device.type == "cpu" and optimizer["type"].lower() in ("adam", "adamw"):
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    scheduler = ds.get("scheduler")
+    if scheduler and scheduler.get("type") in _TIMED_SCHEDULERS:
+        scheduler.setdefault("params", {}).setdefault("total_num_steps", total_steps)
+    ds.setdefault("tensorboard", {"enabled": True, "output_path": run_folder, "job_name": "tensorboard"})
+    return ds
+
+
+def _refuse(config: Config, device: torch.device) -> None:
+    raw = config.raw
+    if not isinstance(raw.get("optimizer"), dict) or not isinstance(raw["optimizer"].get("type"), str):
+        raise ConfigError(f'{config.source}: no "optimizer"; for example {{"type": "AdamW", "params": {{"lr": 1e-4}}}}')
+    if config.zero_stage > 2:
+        raise ConfigError(
+            f"zero_optimization.stage = {config.zero_stage}: stages 0, 1 and 2 are supported "
+            "(the weights of a CLIP model fit every card; stage 2 shards gradients and optimizer state)"
+        )
+    if config.precision == "fp16":
+        if device.type == "cpu":
+            raise ConfigError("fp16 does not run on a CPU: use bf16, or leave the section out for fp32")
+        if config.zero_stage == 0:
+            raise ConfigError("fp16 needs zero_optimization.stage 1 or 2 (or use bf16)")
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters; those of one dimension (gains, biases, logit_scale) get no weight decay, as in open_clip.
+
+    Raises:
+        ConfigError: nothing is trainable.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("nothing to train: both towers are locked and there are no adapters, no head")
+    decay = [p for p in trainable if p.ndim >= 2]
+    no_decay = [p for p in trainable if p.ndim < 2]
+    groups: list[dict[str, Any]] = []
+    if decay:
+        groups.append({"params": decay})
+    if no_decay:
+        groups.append({"params": no_decay, "weight_decay": 0.0})
+    return groups
+
+
+def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
+    """A deepspeed.DeepSpeedEngine with optimizer and scheduler from the JSON.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the configuration.
+    """
+    import deepspeed
+
+    groups = parameter_groups(model)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
+    except (ValueError, AssertionError, KeyError, TypeError) as error:
+        raise ConfigError(f"DeepSpeed refuses the configuration: {type(error).__name__}: {error}") from error
+    return engine
+
+
+def master_value(parameter: nn.Parameter) -> Tensor:
+    """The fp32 value the optimizer keeps of a parameter, whole on every rank (a collective under ZeRO)."""
+    value = safe_get_full_fp32_param(parameter)
+    return (parameter if value is None else value).detach().float().reshape(parameter.shape).clone()
+
+
+def clamp_master(parameter: nn.Parameter, maximum: float) -> None:
+    """Clamp a parameter where the optimizer keeps it; clamping the bf16 copy alone would be overwritten."""
+    value = master_value(parameter)
+    if bool((value > maximum).any()):
+        value.clamp_(max=maximum)
+        safe_set_full_fp32_param(parameter, value)
+        with torch.no_grad():
+            parameter.copy_(value)

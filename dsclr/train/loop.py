@@ -1,0 +1,316 @@
+"""A run from its configuration to its last file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsclr.config import Config, ConfigError
+from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
+from dsclr.data.dataset import ShardDataset
+from dsclr.eval import extract_features, retrieval_recall
+from dsclr.losses import build_loss
+from dsclr.models import (
+    ContrastiveModel,
+    ImageSettings,
+    build_model,
+    check_model,
+    enable_activation_checkpointing,
+    get_tokenizer,
+    image_settings,
+    save_trained,
+)
+from dsclr.negatives import KEY_SOURCES
+from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
+from dsclr.report.progress import ProgressDisplay
+from dsclr.report.run_folder import RunFolder
+from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
+from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.runtime import Runtime
+from dsclr.train.step import ContrastiveStep, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says what happened and what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration means, worked out and checked before anything slow starts.
+
+    Attributes:
+        config: with batch keys filled in.
+        folder: of the run.
+        dataset: of the training rows.
+        tokenizer, settings: of the model.
+        total_steps: length of the run.
+    """
+
+    config: Config
+    folder: RunFolder
+    dataset: ShardDataset
+    tokenizer: Any
+    settings: ImageSettings
+    total_steps: int
+
+    def describe(self) -> dict[str, Any]:
+        """For --dry-run: the resolved JSON and what follows from it."""
+        raw = self.config.raw
+        samples = self.dataset.order.epoch_samples
+        return {
+            "config": self.config.resolved(),
+            "run_folder": str(self.folder.path),
+            "train_shards": len(self.dataset.reader.shards),
+            "train_samples": samples,
+            "total_steps": self.total_steps,
+            "epochs": self.total_steps * raw["train_batch_size"] / samples,
+            "micro_batches_per_step": raw["gradient_accumulation_steps"],
+        }
+
+
+def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
+    """Check everything that can be checked without building the model.
+
+    Raises:
+        ConfigError: the first thing that cannot work.
+    """
+    config = config.with_world_size(world_size)
+    ours = config.dsclr
+    folder = RunFolder(Path(ours.run.dir) / ours.run.name)
+    engine_config(config, 1, "", device)
+    build_loss(ours.loss, ours.objective)
+    check_model(ours.model)
+    if ours.eval.data is not None:
+        if ours.objective == "simclr":
+            raise ConfigError("dsclr.eval.data: retrieval needs captions, which objective simclr does not train on")
+        expand_shards(ours.eval.data, "dsclr.eval.data")
+    settings = image_settings(ours.model)
+    tokenizer = get_tokenizer(ours.model) if ours.objective == "clip" else None
+    dataset = build_train_dataset(ours.data, ours.objective, settings, tokenizer, ours.run.seed)
+    if ours.run.max_steps is not None:
+        total_steps = ours.run.max_steps
+    else:
+        samples = (ours.run.epochs or 0) * dataset.order.epoch_samples
+        total_steps = max(1, math.floor(samples / config.train_batch_size))
+    return Plan(config, folder, dataset, tokenizer, settings, total_steps)
+
+
+def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int | None = None) -> RunFolder:
+    """Run (or continue) the training of a plan; all ranks call this together.
+
+    Args:
+        plan: of :func:`make_plan`.
+        runtime: of :func:`dsclr.train.runtime.start`.
+        resume: continue from the newest complete checkpoint of the run folder.
+        stop_after: end after this step of the run, with a checkpoint; the schedule is still that of the
+            whole run.
+
+    Raises:
+        ConfigError, TrainingError, dsclr.data.BadDataError.
+    """
+    run = _Run(plan, runtime, resume)
+    try:
+        run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
+    finally:
+        run.display.close()
+    return plan.folder
+
+
+class _Run:
+    def __init__(self, plan: Plan, runtime: Runtime, resume: bool) -> None:
+        self.plan, self.runtime = plan, runtime
+        ours = plan.config.dsclr
+        # Every rank makes the same weights, then draws its own dropout.
+        torch.manual_seed(ours.run.seed)
+        self.model: ContrastiveModel = build_model(ours.model, ours.objective)
+        self.model.to(runtime.device)
+        enable_activation_checkpointing(self.model, plan.config.raw)
+        ds_config = engine_config(plan.config, plan.total_steps, str(plan.folder.path), runtime.device)
+        self.engine = build_engine(self.model, ds_config)
+        self.model.train()
+        torch.manual_seed(ours.run.seed + 1 + runtime.rank)
+        self.checkpoints = Checkpoints(
+            plan.folder.checkpoints,
+            runtime,
+            ours.run.keep_last,
+            save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
+        )
+        self.progress = self._resume() if resume else Progress()
+        if runtime.is_main:
+            # Only now: a run that could not start leaves no folder behind.
+            plan.folder.write_config(plan.config)
+        self.loader = build_train_loader(
+            ours.data,
+            plan.dataset,
+            plan.config.train_batch_size // runtime.world_size,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+            local_ranks=runtime.local_world_size,
+            consumed=self.progress.consumed,
+        )
+        self.step = ContrastiveStep(
+            self.engine,
+            build_loss(ours.loss, ours.objective),
+            KEY_SOURCES[ours.negatives.across_ranks],
+            plan.config.micro_batch_size,
+            runtime.device,
+            ours.model.logit_scale.max,
+        )
+        trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        logger.info(
+            "%s, %s of %s parameters train, %d ranks on %s, batch %d in micro-batches of %d, %d steps over %d samples",
+            ours.model.name,
+            f"{trainable:,}",
+            f"{sum(p.numel() for p in self.model.parameters()):,}",
+            runtime.world_size,
+            runtime.device.type,
+            plan.config.train_batch_size,
+            plan.config.micro_batch_size,
+            plan.total_steps,
+            plan.dataset.order.epoch_samples,
+        )
+        self.display = ProgressDisplay(plan.total_steps, self.progress.step, runtime.is_main)
+
+    def _resume(self) -> Progress:
+        complete = self.checkpoints.complete()
+        if not complete:
+            raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
+        progress = self.checkpoints.load(self.engine, complete[-1])
+        if self.runtime.is_main:
+            truncate_after(self.plan.folder.metrics, progress.step)
+            truncate_after(self.plan.folder.evaluations, progress.step)
+        logger.info("resumed from %s, step %d", complete[-1], progress.step)
+        return progress
+
+    def train(self, last_step: int) -> None:
+        cfg = self.plan.config.dsclr.run
+        every = self.plan.config.dsclr.eval.every
+        if self.progress.step == 0:
+            self._evaluate()
+        batches = iter(self.loader)
+        bad_in_a_row = 0
+        saved_at = self.progress.step
+        while self.progress.step < last_step:
+            started = time.perf_counter()
+            batch = next(batches)
+            learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
+            result = self.step(batch)
+            seconds = time.perf_counter() - started
+            self._advance()
+            bad_in_a_row = 0 if result.applied and math.isfinite(result.loss) else bad_in_a_row + 1
+            if not result.applied:
+                self.progress.skipped_steps += 1
+                logger.warning("step %d skipped: non-finite embeddings or gradients", self.progress.step)
+            if self.progress.step % cfg.log_every == 0 or self.progress.step == last_step:
+                self._log(result, learning_rate, seconds)
+            if bad_in_a_row >= cfg.max_bad_steps:
+                raise TrainingError(
+                    f"{bad_in_a_row} steps in a row were not finite, the last is step {self.progress.step}: lower the "
+                    "learning rate or lengthen the warm-up, then --resume from the last checkpoint "
+                    f"in {self.checkpoints.folder}"
+                )
+            if every and self.progress.step % every == 0 and self.progress.step < last_step:
+                self._evaluate()
+            if cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0:
+                self.checkpoints.save(self.engine, self.progress)
+                saved_at = self.progress.step
+        if saved_at != self.progress.step:
+            self.checkpoints.save(self.engine, self.progress)
+        if self.progress.step == self.plan.total_steps:
+            self._evaluate()
+            self._save_model()
+
+    def _advance(self) -> None:
+        self.progress.step += 1
+        self.progress.samples_seen += self.plan.config.train_batch_size
+        self.progress.consumed = self.loader.consumed
+
+    def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
+        # A collective, so all ranks come here.
+        scale = float(master_value(self.model.logit_scale).exp())
+        if not self.runtime.is_main:
+            return
+        record: dict[str, Any] = {
+            "step": self.progress.step,
+            "samples_seen": self.progress.samples_seen,
+            "loss": result.loss,
+            "learning_rate": learning_rate,
+            "logit_scale": scale,
+            "grad_norm": result.grad_norm,
+            "skip_rate": math.nan,
+            **result.metrics,
+            "samples_per_second": self.plan.config.train_batch_size / seconds,
+            "step_seconds": seconds,
+            "peak_bytes": peak_bytes(self.runtime.device),
+            "skipped_steps": self.progress.skipped_steps,
+            "skipped_samples": sum(self.loader.skipped.values()),
+        }
+        append_line(self.plan.folder.metrics, record)
+        self.engine.monitor.write_events(tensorboard_events(record, "train"))
+        self.display.update(record)
+
+    def _evaluate(self) -> None:
+        """Held-out retrieval, on the first rank; the others wait."""
+        cfg = self.plan.config.dsclr
+        if cfg.eval.data is None:
+            return
+        if self.runtime.is_main:
+            loader = build_eval_loader(
+                cfg.data, cfg.eval.data, self.plan.settings, self.plan.tokenizer, cfg.eval.batch_size
+            )
+            recall = retrieval_recall(extract_features(self.model, loader, self.runtime.device))
+            record = {"step": self.progress.step, **recall}
+            append_line(self.plan.folder.evaluations, record)
+            self.engine.monitor.write_events(tensorboard_events(record, "eval"))
+            logger.info("step %d, held out: %s", self.progress.step, format_recall(recall))
+        dist.barrier()
+
+    def _save_model(self) -> None:
+        """The trained tensors, as the optimizer's fp32 values: adapter/ under LoRA, model/ otherwise."""
+        masters = {
+            name: master_value(parameter).cpu()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        if self.runtime.is_main:
+            lora = self.plan.config.dsclr.model.lora is not None
+            target = self.plan.folder.adapter if lora else self.plan.folder.model
+            save_trained(self.model, target, masters)
+            logger.info("trained weights: %s", target)
+        dist.barrier()
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory so far: allocated on the device, or resident of this process on a CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def format_recall(recall: dict[str, float]) -> str:
+    """ "image to text R@1 0.20 ...; text to image R@1 ..." on one line."""
+    parts = []
+    for direction in ("image_to_text", "text_to_image"):
+        values = " ".join(
+            f"{name.rsplit('_', 1)[1]} {value:.3f}" for name, value in recall.items() if name.startswith(direction)
+        )
+        parts.append(f"{direction.replace('_', ' ')} {values}")
+    return "; ".join(parts)
+
+
+def read_evaluations(folder: RunFolder) -> list[dict[str, Any]]:
+    """Every evaluation of a run, by rising step."""
+    if not folder.evaluations.is_file():
+        return []
+    return [json.loads(line) for line in folder.evaluations.read_text(encoding="utf-8").splitlines()]

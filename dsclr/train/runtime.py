@@ -1,0 +1,94 @@
+"""The process: rank, device, threads, process group, logging."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_environment() -> int:
+    """Ranks that the launcher (deepspeed, torchrun, srun) announced; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_type() -> torch.device:
+    """The kind of device DeepSpeed will use, without touching it."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().device_name())
+
+
+def configure_logging(rank: int) -> None:
+    """Rank 0 speaks at INFO, the others only of warnings; the libraries' chatter is turned down."""
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"),
+        force=True,
+    )
+    # open_clip logs on the root logger while it builds a model; what matters of it is raised as an error.
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("dsclr").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*No device id is provided via `init_process_group`.*")
+
+
+def start() -> Runtime:
+    """Join the process group that the launcher announced, or be a group of one.
+
+    On a CPU the backend is gloo, DeepSpeed compiles nothing, and the ranks of a machine share its processors
+    unless OMP_NUM_THREADS says otherwise.
+    """
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(
+        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
+    )
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Compiling this op takes minutes and a compiler; gloo does its work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        device = torch.device("cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    else:
+        accelerator.set_device(local_rank)
+        device = torch.device(accelerator.device_name(local_rank))
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+    return Runtime(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
+
+
+def stop() -> None:
+    """Leave the process group: without it half of the gloo runs abort at exit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

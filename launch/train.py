@@ -1,0 +1,76 @@
+"""Train: ``deepspeed launch/train.py --deepspeed_config ds_configs/a100.json [--set path=value ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+
+# Before torch and DeepSpeed are imported: they speak while they load.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+
+logger = logging.getLogger("dsclr.launch")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--deepspeed_config", required=True, metavar="JSON", help="the run: see ds_configs/")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a value, e.g. dsclr.loss.k=128"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument(
+        "--max-steps", type=int, metavar="N", help="stop after step N with a checkpoint (the schedule stays)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print everything, train nothing")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.max_steps is not None and options.max_steps < 1:
+        parser.error(f"--max-steps {options.max_steps}: at least 1 is needed")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from dsclr.config import ConfigError, load_config
+
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = load_config(options.deepspeed_config, options.set)
+    except ConfigError as error:
+        return _fail(error, rank)
+
+    from dsclr.train import BadDataError, TrainingError, make_plan, runtime, train
+
+    runtime.configure_logging(rank)
+    try:
+        device = runtime.device_type()
+        plan = make_plan(config, runtime.world_size_from_environment(), device)
+        if options.dry_run:
+            if rank == 0:
+                print(json.dumps(plan.describe(), indent=2))
+            return 0
+        plan.folder.check(plan.config, options.resume)
+        train(plan, runtime.start(), resume=options.resume, stop_after=options.max_steps)
+    except (ConfigError, TrainingError, BadDataError) as error:
+        return _fail(error, rank)
+    finally:
+        runtime.stop()
+    if rank == 0:
+        logger.info("done: %s", plan.folder.path)
+    return 0
+
+
+def _fail(error: Exception, rank: int) -> int:
+    # Every rank meets a wrong configuration; one says so.
+    if rank == 0:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

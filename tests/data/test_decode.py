@@ -1,0 +1,116 @@
+"""Bytes to images, captions and ids."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dsclr.data.decode import BadSample, hash_id, read_caption, read_id, read_image
+
+
+def encode(image, kind="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def pixel(data, at=(0, 0)):
+    image = read_image({"png": data}, "png")
+    assert image.mode == "RGB"
+    return image.getpixel(at)
+
+
+def test_transparency_lies_on_white():
+    assert pixel(encode(Image.new("RGBA", (2, 2), (255, 0, 0, 0)))) == (255, 255, 255)
+    assert pixel(encode(Image.new("RGBA", (2, 2), (0, 0, 0, 128)))) == (127, 127, 127)
+    assert pixel(encode(Image.new("LA", (2, 2), (0, 0)))) == (255, 255, 255)
+    palette = Image.new("P", (2, 2), 0)
+    palette.putpalette([10, 20, 30])
+    assert pixel(encode(palette)) == (10, 20, 30)
+    assert pixel(encode(palette, transparency=0)) == (255, 255, 255)
+
+
+def test_sixteen_bit_grey_is_rescaled():
+    grey = Image.fromarray(np.full((2, 2), 0x8080, dtype=np.uint16))
+    assert pixel(encode(grey)) == (128, 128, 128)
+
+
+def test_exif_orientation_is_applied():
+    image = Image.new("RGB", (4, 2), (0, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    decoded = read_image({"jpg": encode(image, "JPEG", exif=exif)}, "jpg")
+    assert decoded.size == (2, 4)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "CMYK"])
+def test_other_modes(mode):
+    image = Image.new(mode, (3, 3))
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    assert read_image({"png": encode(image, kind)}, "png").mode == "RGB"
+
+
+def test_first_image_member_by_preference():
+    members = {"png": encode(Image.new("RGB", (1, 1), "red")), "jpg": encode(Image.new("RGB", (2, 2)), "JPEG")}
+    assert read_image(members, "jpg;png").size == (2, 2)
+    assert read_image(members, "webp;png").size == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("members", "cause"),
+    [
+        ({"txt": b""}, "missing_image"),
+        ({"jpg": b""}, "broken_image"),
+        ({"jpg": b"not an image"}, "broken_image"),
+        ({"png": encode(Image.effect_noise((64, 64), 90))[:300]}, "broken_image"),
+    ],
+)
+def test_images_that_cannot_be_used(members, cause):
+    with pytest.raises(BadSample) as error:
+        read_image(members, "jpg;png")
+    assert error.value.cause == cause
+
+
+def test_a_decompression_bomb(monkeypatch):
+    data = encode(Image.new("RGB", (64, 64)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadSample) as error:
+        read_image({"png": data}, "png")
+    assert error.value.cause == "broken_image"
+
+
+def test_captions():
+    assert read_caption({"txt": b" a fox\n"}, "txt") == "a fox"
+    assert read_caption({"json": b'{"c": "b\\u00e9b\\u00e9"}'}, "json:c") == "b\u00e9b\u00e9"
+
+
+@pytest.mark.parametrize(
+    ("members", "source", "cause"),
+    [
+        ({}, "txt", "missing_caption"),
+        ({"txt": b" \n"}, "txt", "empty_caption"),
+        ({"txt": b"\xff\xfe"}, "txt", "broken_caption"),
+        ({"json": b"{"}, "json:c", "broken_json"),
+        ({"json": b"[]"}, "json:c", "broken_json"),
+        ({"json": b"{}"}, "json:c", "missing_caption"),
+        ({"json": b'{"c": 3}'}, "json:c", "missing_caption"),
+        ({}, "json:c", "missing_caption"),
+    ],
+)
+def test_captions_that_cannot_be_used(members, source, cause):
+    with pytest.raises(BadSample) as error:
+        read_caption(members, source)
+    assert error.value.cause == cause
+
+
+def test_ids():
+    assert read_id({}, "caption", "s", "k", "a fox") == hash_id("a fox") == read_id({}, "caption", "t", "l", "a fox")
+    assert read_id({}, "key", "s", "k", None) != read_id({}, "key", "s", "l", None)
+    assert read_id({"cls": b"3\n"}, "cls", "s", "k", None) == read_id({"cls": b"3"}, "cls", "t", "l", None)
+    assert read_id({"json": b'{"c": 1}'}, "json:c", "s", "k", None) == hash_id("1")
+    with pytest.raises(BadSample, match="missing_id"):
+        read_id({}, "cls", "s", "k", None)
+    assert 0 <= hash_id("x") < 2**63

@@ -1,0 +1,140 @@
+"""Batches: complete, independent of workers and ranks, continued at any sample, and never silent about bad ones."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+from dsclr.config import ConfigError, DataConfig
+from dsclr.data import BadDataError, build_eval_loader, build_train_dataset, build_train_loader
+from tests.data.samples import SETTINGS, tokenize, write_shard
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    for i in range(3):
+        write_shard(tmp_path / f"s{i}.tar", range(i * 10, i * 10 + 10))
+    return DataConfig(train=f"{tmp_path}/s*.tar", cache_dir=str(tmp_path / "cache"), workers=0, shuffle_shards=2)
+
+
+def take(cfg, rows, batches, objective="clip", seed=0, **options):
+    dataset = build_train_dataset(cfg, objective, SETTINGS, tokenize, seed)
+    loader = build_train_loader(cfg, dataset, rows, **options)
+    return list(itertools.islice(loader, batches)), loader
+
+
+def numbers(batches):
+    return [batch.b[:, 0].tolist() for batch in batches]
+
+
+def equal(first, second):
+    return all(
+        torch.equal(x.a, y.a) and torch.equal(x.b, y.b) and torch.equal(x.ids, y.ids)
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+def test_an_epoch_holds_every_sample_once(cfg):
+    batches, _ = take(cfg, 6, 10)
+    assert batches[0].a.shape == (6, 3, 32, 32)
+    assert batches[0].a.dtype == torch.uint8
+    assert batches[0].ids.dtype == torch.int64
+    seen = sum(numbers(batches), [])
+    assert sorted(seen[:30]) == sorted(seen[30:]) == list(range(30))
+    assert seen[:30] != seen[30:]
+
+
+def test_same_for_any_number_of_workers(cfg):
+    alone, _ = take(cfg, 7, 9)
+    for workers in (1, 3):
+        assert equal(alone, take(cfg.model_copy(update={"workers": workers}), 7, 9)[0])
+
+
+def test_a_global_batch_is_the_same_for_any_number_of_ranks(cfg):
+    whole, _ = take(cfg, 8, 6)
+    parts = [take(cfg, 4, 6, rank=rank, world_size=2)[0] for rank in range(2)]
+    for batch, first, second in zip(whole, *parts, strict=True):
+        assert torch.equal(batch.a, torch.cat([first.a, second.a]))
+        assert torch.equal(batch.b, torch.cat([first.b, second.b]))
+        assert torch.equal(batch.ids, torch.cat([first.ids, second.ids]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_continues_where_it_stopped(cfg, tmp_path, workers, stop):
+    write_shard(tmp_path / "s1.tar", range(10, 20), broken=(12, 13, 19))
+    cfg = cfg.model_copy(update={"workers": workers, "max_bad_fraction": 1.0})
+    whole, _ = take(cfg, 5, 9)
+    first, loader = take(cfg, 5, stop)
+    rest, _ = take(cfg, 5, 9 - stop, consumed=loader.consumed)
+    assert equal(whole, first + rest)
+
+
+def test_a_bad_sample_is_skipped_counted_and_named(cfg, tmp_path, caplog):
+    write_shard(tmp_path / "s1.tar", range(10, 20), broken=(12, 13))
+    with caplog.at_level(logging.WARNING):
+        batches, loader = take(cfg, 7, 4)
+    assert sorted(sum(numbers(batches), [])) == [n for n in range(30) if n not in (12, 13)]
+    assert loader.skipped == {"broken_image": 2}
+    assert "000012" in caplog.text
+    assert "s1.tar" in caplog.text
+
+
+def test_too_many_bad_samples_end_the_run(cfg, tmp_path):
+    write_shard(tmp_path / "s1.tar", range(10, 20), broken=tuple(range(10, 20)))
+    with pytest.raises(BadDataError, match=r"1[01]\d of the last \d+ .*broken_image.*s1\.tar.*max_bad_fraction"):
+        take(cfg, 8, 1000)
+
+
+def test_nothing_but_bad_samples_end_the_run_too(cfg, tmp_path):
+    for i in range(3):
+        write_shard(tmp_path / f"s{i}.tar", range(10), broken=tuple(range(10)))
+    with pytest.raises(BadDataError):
+        take(cfg, 8, 1)
+
+
+def test_fewer_samples_than_a_batch(cfg):
+    (batch,), _ = take(cfg, 70, 1)
+    assert sorted(batch.b[:, 0].tolist()) == sorted([*range(30)] * 2 + batch.b[60:, 0].tolist())
+
+
+def test_views_of_simclr_differ_but_repeat(cfg):
+    first, _ = take(cfg, 6, 2, "simclr")
+    assert first[0].b.shape == (6, 3, 32, 32)
+    assert not torch.equal(first[0].a, first[0].b)
+    assert equal(first, take(cfg, 6, 2, "simclr")[0])
+    assert not equal(first, take(cfg, 6, 2, "simclr", seed=1)[0])
+
+
+def test_ids_mark_equal_captions(cfg):
+    batches, _ = take(cfg, 30, 2)
+    by_number = [dict(zip(b.b[:, 0].tolist(), b.ids.tolist(), strict=True)) for b in batches]
+    assert by_number[0] == by_number[1]
+    assert len(set(by_number[0].values())) == 30
+    classes, _ = take(cfg.model_copy(update={"id": "cls"}), 30, 1)
+    assert len(set(classes[0].ids.tolist())) == 3
+    fields, _ = take(cfg.model_copy(update={"id": "json:number"}), 30, 1)
+    assert len(set(fields[0].ids.tolist())) == 30
+
+
+def test_drawing_views_leaves_the_runs_random_numbers_alone(cfg):
+    dataset = build_train_dataset(cfg, "simclr", SETTINGS, tokenize, 0)
+    before = torch.get_rng_state()
+    dataset[0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_evaluation_sees_every_sample_in_order(cfg):
+    loader = build_eval_loader(cfg, cfg.train, SETTINGS, tokenize, 7)
+    tasks = list(loader)
+    assert sum((task.b[:, 0].tolist() for task in tasks), []) == list(range(30))
+
+
+def test_missing_shards_are_an_error_at_once(cfg):
+    with pytest.raises(ConfigError, match=r"dsclr.data.train: shard .*nothing.tar does not exist"):
+        build_train_dataset(cfg.model_copy(update={"train": "nothing.tar"}), "clip", SETTINGS, tokenize, 0)
+    with pytest.raises(ConfigError, match=r"dsclr.eval.data"):
+        build_eval_loader(cfg, "nothing.tar", SETTINGS, tokenize, 7)

@@ -1,0 +1,173 @@
+"""Losses and their gradients against the dense fp64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsclr.losses import DenseInfoNCE, Keys, TopKInfoNCE
+from tests.oracle import dense_loss
+
+
+def rows(n, d, generator, dtype=torch.float64):
+    return F.normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1).to(dtype)
+
+
+def value_and_grads(function, *inputs):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    loss = function(*leaves)
+    return loss, torch.autograd.grad(loss, leaves)
+
+
+@st.composite
+def batches(draw):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    n, d = draw(st.integers(1, 24)), draw(st.integers(1, 8))
+    a, b = rows(n, d, generator), rows(n, d, generator)
+    if draw(st.booleans()) and n > 1:  # duplicated rows: exact ties
+        a[-1], b[-1] = a[0], b[0]
+    ids = torch.randint(0, draw(st.integers(1, 2 * n)), (n,), generator=generator)
+    scale = torch.tensor(draw(st.sampled_from([1.0, 14.3, 100.0])), dtype=torch.float64)
+    return a, b, scale, ids, draw(st.sampled_from(["clip", "simclr"])), draw(st.integers(1, 40))
+
+
+@given(batches(), st.integers(1, 30))
+@settings(max_examples=150, deadline=None)
+def test_topk_equals_the_oracle(batch, block):
+    a, b, scale, ids, objective, k = batch
+    loss_fn = TopKInfoNCE(k=k, block_size=block, objective=objective)
+    loss, grads = value_and_grads(lambda a, b, s: loss_fn(a, b, s, ids).loss, a, b, scale)
+    expected, expected_grads = value_and_grads(lambda a, b, s: dense_loss(a, b, s, ids, objective, k), a, b, scale)
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+    # scale is compared always; where duplicated rows tie at the k-th place the oracle may keep the other copy
+    torch.testing.assert_close(grads[2], expected_grads[2], rtol=1e-9, atol=1e-9)
+    if len(torch.unique(a, dim=0)) == len(a):
+        for ours, theirs in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@given(batches())
+@settings(max_examples=100, deadline=None)
+def test_dense_equals_the_oracle(batch):
+    a, b, scale, ids, objective, _ = batch
+    loss_fn = DenseInfoNCE(objective)
+    loss, grads = value_and_grads(lambda a, b, s: loss_fn(a, b, s, ids).loss, a, b, scale)
+    expected, expected_grads = value_and_grads(lambda a, b, s: dense_loss(a, b, s, ids, objective), a, b, scale)
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, TopKInfoNCE])
+def test_gradcheck(loss_class, objective):
+    generator = torch.Generator().manual_seed(3)
+    a, b = rows(9, 5, generator).requires_grad_(), rows(9, 5, generator).requires_grad_()
+    scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 1])
+    options = {"k": 4, "block_size": 3} if loss_class is TopKInfoNCE else {}
+    loss_fn = loss_class(objective=objective, **options)
+    assert torch.autograd.gradcheck(lambda a, b, s: loss_fn(a, b, s, ids).loss, (a, b, scale))
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+def test_k_of_all_negatives_is_dense(objective):
+    generator = torch.Generator().manual_seed(0)
+    a, b, scale = rows(33, 8, generator), rows(33, 8, generator), torch.tensor(100.0, dtype=torch.float64)
+    ids = torch.arange(33)
+    top, top_grads = value_and_grads(
+        lambda a, b, s: TopKInfoNCE(k=64, objective=objective)(a, b, s, ids).loss, a, b, scale
+    )
+    dense, dense_grads = value_and_grads(lambda a, b, s: DenseInfoNCE(objective)(a, b, s, ids).loss, a, b, scale)
+    torch.testing.assert_close(top, dense)
+    for ours, theirs in zip(top_grads, dense_grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [DenseInfoNCE(), TopKInfoNCE(k=4), DenseInfoNCE("simclr"), TopKInfoNCE(k=4, objective="simclr")]
+)
+def test_without_a_valid_negative_loss_and_gradients_are_zero_not_nan(loss_fn):
+    a, b = torch.eye(3)[:, [0, 1, 2]], torch.eye(3)[:, [1, 2, 0]]
+    loss, grads = value_and_grads(
+        lambda a, b, s: loss_fn(a, b, s, torch.zeros(3, dtype=torch.int64)).loss, a, b, torch.tensor(100.0)
+    )
+    assert loss == 0
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+def test_bf16_error_is_within_twice_that_of_dense_bf16(objective):
+    generator = torch.Generator().manual_seed(1)
+    a, b, scale = rows(96, 32, generator), rows(96, 32, generator), torch.tensor(20.0, dtype=torch.float64)
+    ids = torch.arange(96)
+    exact, exact_grads = value_and_grads(lambda a, b, s: dense_loss(a, b, s, ids, objective), a, b, scale)
+    low = (a.bfloat16(), b.bfloat16(), scale.float())
+    dense, dense_grads = value_and_grads(lambda a, b, s: DenseInfoNCE(objective)(a, b, s, ids).loss, *low)
+    top, top_grads = value_and_grads(lambda a, b, s: TopKInfoNCE(k=200, objective=objective)(a, b, s, ids).loss, *low)
+    assert (top - exact).abs() <= 2 * (dense - exact).abs() + 1e-6
+    for ours, theirs, reference in zip(top_grads, dense_grads, exact_grads, strict=True):
+        assert (ours.double() - reference).norm() <= 2 * (theirs.double() - reference).norm() + 1e-7
+
+
+def test_backward_is_bitwise_repeatable():
+    generator = torch.Generator().manual_seed(2)
+    a, b, scale = rows(200, 16, generator, torch.float32), rows(200, 16, generator, torch.float32), torch.tensor(30.0)
+    first, second = (value_and_grads(lambda a, b, s: TopKInfoNCE(k=16)(a, b, s).loss, a, b, scale)[1] for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, TopKInfoNCE])
+def test_slices_with_all_keys_average_to_the_whole_batch(loss_class, objective):
+    """What ranks do: own rows against everybody's keys; gradients of keys add up."""
+    generator = torch.Generator().manual_seed(5)
+    a, b, scale = rows(24, 6, generator), rows(24, 6, generator), torch.tensor(9.0, dtype=torch.float64)
+    ids = torch.randint(0, 20, (24,), generator=generator)
+    options = {"k": 7} if loss_class is TopKInfoNCE else {}
+    loss_fn = loss_class(objective=objective, **options)
+
+    def in_slices(a, b, s):
+        keys = Keys(a, b, ids)
+        parts = [loss_fn(a[i : i + 6], b[i : i + 6], s, ids[i : i + 6], keys).loss for i in range(0, 24, 6)]
+        return torch.stack(parts).mean()
+
+    whole, whole_grads = value_and_grads(lambda a, b, s: loss_fn(a, b, s, ids).loss, a, b, scale)
+    parts, parts_grads = value_and_grads(in_slices, a, b, scale)
+    torch.testing.assert_close(parts, whole)
+    for ours, theirs in zip(parts_grads, whole_grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_metrics():
+    a = torch.eye(4)
+    output = TopKInfoNCE(k=2, block_size=2)(a, a, torch.tensor(10.0))
+    assert output.metrics["batch_accuracy"] == 1
+    assert output.metrics["positive_similarity"] == 1
+    assert output.metrics["hardest_negative_similarity"] == 0
+    assert 0 <= output.metrics["skip_rate"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ids", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(3, 3), None, "two"),
+        (torch.ones(0, 3), torch.ones(0, 3), None, "empty"),
+        (torch.ones(2, 3), torch.ones(2, 3), torch.arange(3), "ids must be"),
+        (torch.ones(2, 3), torch.ones(2, 3), torch.ones(2), "ids must be"),
+    ],
+)
+def test_wrong_arguments(a, b, ids, message):
+    for loss_fn in (DenseInfoNCE(), TopKInfoNCE()):
+        with pytest.raises(ValueError, match=message):
+            loss_fn(a, b, torch.tensor(1.0), ids)
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="objective"):
+        DenseInfoNCE("triplet")
+    with pytest.raises(ValueError, match="k = 0"):
+        TopKInfoNCE(k=0)

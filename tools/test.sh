@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Set up everything and check it: lint, types, tests. Usage: bash tools/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/setup.sh dev
+export PATH=$VENV/bin:$PATH
+ruff check .
+mypy
+python -m pytest "$@"
