@@ -204,9 +204,10 @@ class Config:
 
     @property
     def precision(self) -> Literal["bf16", "fp16", "fp32"]:
-        for name in ("bf16", "fp16"):
+        names: tuple[Literal["bf16"], Literal["fp16"]] = ("bf16", "fp16")
+        for name in names:
             if self.raw.get(name, {}).get("enabled"):
-                return typing.cast(Literal["bf16", "fp16"], name)
+                return name
         return "fp32"
 
     @property

@@ -20,12 +20,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    from dsclr.logs import configure_logging
+
+    configure_logging(0)
     from dsclr.config import ConfigError
     from dsclr.eval.run import compare_with_base, markdown_table
     from dsclr.report.run_folder import write_atomically
-    from dsclr.train import runtime
 
-    runtime.configure_logging(0)
     try:
         results = compare_with_base(options.run, options.data)
     except ConfigError as error:

@@ -8,10 +8,6 @@ import logging
 import os
 import sys
 
-# Before torch and DeepSpeed are imported: they speak while they load.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-
 logger = logging.getLogger("dsclr.launch")
 
 
@@ -44,9 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, rank)
 
+    from dsclr.logs import configure_logging
+
+    configure_logging(rank)
     from dsclr.train import BadDataError, TrainingError, make_plan, runtime, train
 
-    runtime.configure_logging(rank)
     try:
         device = runtime.device_type()
         plan = make_plan(config, runtime.world_size_from_environment(), device)

@@ -72,7 +72,7 @@ def build_eval_loader(
     tokenizer: Tokenizer | None,
     batch_size: int,
     where: str = "dsclr.eval.data",
-) -> DataLoader:  # type: ignore[type-arg]
+) -> DataLoader:
     """Every sample of ``shards`` once, in order, without augmentation, as :class:`dsclr.data.loader.Task`.
 
     Raises:

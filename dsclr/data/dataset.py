@@ -101,7 +101,7 @@ class ShardReader:
 
 
 @dataclass
-class ShardDataset(Dataset):  # type: ignore[type-arg]
+class ShardDataset(Dataset):
     """Rows by position in the run's order.
 
     Args:

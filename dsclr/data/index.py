@@ -7,6 +7,7 @@ import logging
 import os
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def index_tar(path: Path) -> list[Entry]:
     return entries
 
 
-def _members(tar: tarfile.TarFile, path: Path):  # type: ignore[no-untyped-def]
+def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
     while True:
         try:
             member = tar.next()
@@ -68,7 +69,7 @@ def _members(tar: tarfile.TarFile, path: Path):  # type: ignore[no-untyped-def]
             return
         if member is None:
             return
-        tar.members.clear()  # tarfile keeps every header it has seen
+        tar.members.clear()  # type: ignore[attr-defined]  # it keeps every header it has seen
         yield member
 
 

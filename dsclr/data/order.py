@@ -67,7 +67,7 @@ class SampleOrder:
         return self._windows[epoch, window]
 
 
-def _bound(cache: dict, most: int = 3) -> None:  # type: ignore[type-arg]
+def _bound(cache: dict, most: int = 3) -> None:
     """Make room for one more: the oldest goes (positions only ever rise, batch after batch)."""
     while len(cache) >= most:
         cache.pop(next(iter(cache)))

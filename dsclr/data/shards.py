@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import braceexpand
+from braceexpand import UnbalancedBracesError, braceexpand
 
 from dsclr.config import ConfigError
 
@@ -60,8 +60,8 @@ def _expand(pattern: str, where: str) -> list[Path]:
     if "{}" in pattern:
         raise ConfigError(f"{where}: the braces in {pattern!r} are empty; write a range such as {{000000..000099}}")
     try:
-        names = list(braceexpand.braceexpand(os.path.expanduser(pattern)))
-    except braceexpand.UnbalancedBracesError as error:
+        names = list(braceexpand(os.path.expanduser(pattern)))
+    except UnbalancedBracesError as error:
         raise ConfigError(f"{where}: {pattern!r}: {error}") from None
     found: list[Path] = []
     for name in names:

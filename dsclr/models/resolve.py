@@ -16,7 +16,7 @@ from open_clip.transform import PreprocessCfg, merge_preprocess_dict
 from torch import Tensor
 
 from dsclr.config import ConfigError, ModelConfig
-from dsclr.models.weights import find_weights, first_line, hub_model, local_model, read_json, refuse_pretrained
+from dsclr.models.pretrained import find_weights, first_line, hub_model, local_model, read_json, refuse_pretrained
 
 CONFIGS = Path(__file__).parent / "configs"
 _OPEN_CLIP_CONFIGS = Path(open_clip.__file__).parent / "model_configs"

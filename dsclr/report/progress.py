@@ -27,7 +27,7 @@ class ProgressDisplay:
     def __init__(self, total_steps: int, step: int, enabled: bool) -> None:
         self.total_steps = total_steps
         self.enabled = enabled
-        self._bar: tqdm | None = None  # type: ignore[type-arg]
+        self._bar: tqdm | None = None
         self._redirect: Any = None
         self._last_line = -LINE_INTERVAL_SECONDS
         self._started = time.monotonic()

@@ -1,17 +1,13 @@
-"""The process: rank, device, threads, process group, logging."""
+"""The process: rank, device, threads, process group."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,21 +35,6 @@ def device_type() -> torch.device:
     return torch.device(get_accelerator().device_name())
 
 
-def configure_logging(rank: int) -> None:
-    """Rank 0 speaks at INFO, the others only of warnings; the libraries' chatter is turned down."""
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"),
-        force=True,
-    )
-    # open_clip logs on the root logger while it builds a model; what matters of it is raised as an error.
-    logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger("dsclr").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*No device id is provided via `init_process_group`.*")
-
-
 def start() -> Runtime:
     """Join the process group that the launcher announced, or be a group of one.
 
@@ -68,7 +49,6 @@ def start() -> Runtime:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]

@@ -30,6 +30,10 @@ def numbers(batches):
     return [batch.b[:, 0].tolist() for batch in batches]
 
 
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def equal(first, second):
     return all(
         torch.equal(x.a, y.a) and torch.equal(x.b, y.b) and torch.equal(x.ids, y.ids)
@@ -42,7 +46,7 @@ def test_an_epoch_holds_every_sample_once(cfg):
     assert batches[0].a.shape == (6, 3, 32, 32)
     assert batches[0].a.dtype == torch.uint8
     assert batches[0].ids.dtype == torch.int64
-    seen = sum(numbers(batches), [])
+    seen = flat(numbers(batches))
     assert sorted(seen[:30]) == sorted(seen[30:]) == list(range(30))
     assert seen[:30] != seen[30:]
 
@@ -77,7 +81,7 @@ def test_a_bad_sample_is_skipped_counted_and_named(cfg, tmp_path, caplog):
     write_shard(tmp_path / "s1.tar", range(10, 20), broken=(12, 13))
     with caplog.at_level(logging.WARNING):
         batches, loader = take(cfg, 7, 4)
-    assert sorted(sum(numbers(batches), [])) == [n for n in range(30) if n not in (12, 13)]
+    assert sorted(flat(numbers(batches))) == [n for n in range(30) if n not in (12, 13)]
     assert loader.skipped == {"broken_image": 2}
     assert "000012" in caplog.text
     assert "s1.tar" in caplog.text
@@ -130,7 +134,7 @@ def test_drawing_views_leaves_the_runs_random_numbers_alone(cfg):
 def test_evaluation_sees_every_sample_in_order(cfg):
     loader = build_eval_loader(cfg, cfg.train, SETTINGS, tokenize, 7)
     tasks = list(loader)
-    assert sum((task.b[:, 0].tolist() for task in tasks), []) == list(range(30))
+    assert flat(task.b[:, 0].tolist() for task in tasks) == list(range(30))
 
 
 def test_missing_shards_are_an_error_at_once(cfg):

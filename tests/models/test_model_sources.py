@@ -13,7 +13,7 @@ from open_clip import factory
 from safetensors.torch import save_file
 
 from dsclr.config import ConfigError, ModelConfig
-from dsclr.models import build_model, check_model, get_tokenizer, image_settings, weights
+from dsclr.models import build_model, check_model, get_tokenizer, image_settings, pretrained
 
 
 def test_dsclr_tiny():
@@ -31,7 +31,7 @@ def test_dsclr_tiny():
 
 def test_our_own_tag(monkeypatch, tmp_path):
     cfg = ModelConfig(name="dsclr-tiny", pretrained="demo")
-    monkeypatch.setattr(weights, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path)
     with pytest.raises(ConfigError, match="Tags: none"):
         check_model(cfg)
     torch.manual_seed(1)
@@ -120,7 +120,7 @@ def test_what_does_not_exist(fields, message):
 
 
 def test_a_tag_is_checked_without_a_download(monkeypatch):
-    monkeypatch.setattr(weights, "download_pretrained", lambda *a, **k: pytest.fail("downloads"))
+    monkeypatch.setattr(pretrained, "download_pretrained", lambda *a, **k: pytest.fail("downloads"))
     check_model(ModelConfig(name="ViT-B-32", pretrained="laion2b_s34b_b79k"))
     check_model(ModelConfig(name="hf-hub:org/repo"))
 
@@ -129,8 +129,8 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("Name or service not known.\nmore")
 
-    monkeypatch.setattr(weights, "download_pretrained", fail)
-    monkeypatch.setattr(weights, "download_pretrained_from_hf", fail)
+    monkeypatch.setattr(pretrained, "download_pretrained", fail)
+    monkeypatch.setattr(pretrained, "download_pretrained_from_hf", fail)
     with pytest.raises(ConfigError, match=r"service not known\. Without network.*pretrained=/path.*=null.*HF_HOME"):
         build_model(ModelConfig(name="ViT-B-32", pretrained="laion2b_s34b_b79k"), "clip")
     with pytest.raises(ConfigError, match=r"service not known\. Without network.*HF_HOME"):
@@ -147,7 +147,7 @@ def test_a_hub_model(monkeypatch, build, tmp_path):
         assert repository == "org/repo"
         return str(tmp_path / "repo" / names[filename])
 
-    monkeypatch.setattr(weights, "download_pretrained_from_hf", download)
+    monkeypatch.setattr(pretrained, "download_pretrained_from_hf", download)
     monkeypatch.setattr(factory, "download_pretrained_from_hf", download)
     cfg = ModelConfig(name="hf-hub:org/repo")
     model = build_model(cfg, "clip")

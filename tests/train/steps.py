@@ -130,7 +130,10 @@ def plain_step(config: Config, batch: Batch) -> dict[str, Any]:
     before = named(model, lambda p: p.detach().clone())
     optimizer = torch.optim.SGD(parameter_groups(model), lr=LR)
     torch.manual_seed(2)
-    chunks = [model(a, b) for a, b in zip(batch.a.split(config.micro_batch_size), batch.b.split(config.micro_batch_size), strict=True)]
+    chunks = [
+        model(a, b)
+        for a, b in zip(batch.a.split(config.micro_batch_size), batch.b.split(config.micro_batch_size), strict=True)
+    ]
     a, b = (torch.cat([chunk[side] for chunk in chunks]) for side in (0, 1))
     loss = dense_loss(a, b, model.logit_scale.exp()[0], batch.ids, config.dsclr.objective, config.dsclr.loss.k)
     loss.backward()
@@ -141,7 +144,12 @@ def plain_step(config: Config, batch: Batch) -> dict[str, Any]:
     if config.raw["gradient_clipping"]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.raw["gradient_clipping"])
     optimizer.step()
-    return {"before": before, "after": named(model, lambda p: p.detach().clone()), "loss": float(loss.detach()), "grad_norm": float(norm)}
+    return {
+        "before": before,
+        "after": named(model, lambda p: p.detach().clone()),
+        "loss": float(loss.detach()),
+        "grad_norm": float(norm),
+    }
 
 
 def assert_same_step(ours: dict[str, Any], reference: dict[str, Any], tolerance: float = 2e-5) -> None:

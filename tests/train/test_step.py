@@ -38,9 +38,7 @@ def test_update_equals_plain_pytorch(world, tmp_path, lora, chunks):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_zero_stage(world, tmp_path, stage):
-    config = make_config(
-        tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4, zero_optimization={"stage": stage}
-    )
+    config = make_config(tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4, zero_optimization={"stage": stage})
     assert_same_step(engine_step(config, world, make_batch()), plain_step(config, make_batch()))
 
 

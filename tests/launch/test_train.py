@@ -1,0 +1,245 @@
+"""The command line: real runs, resuming, and what every mistake is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}},
+    "zero_optimization": {"stage": 2},
+    "activation_checkpointing": {},
+    "dsclr": {
+        "run": {"name": "small", "max_steps": 10},
+        "model": {"name": "dsclr-tiny", "pretrained": "noto", "lora": {"rank": 2, "dropout": 0.1}},
+        "data": {"train": "demo:fluent-train", "workers": 1},
+        "loss": {"k": 4, "block_size": 8},
+    },
+}
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def command(words, tmp_path, **environment):
+    """Run as a user does, with the run folders in tmp_path; returns the completed process."""
+    result = subprocess.run(
+        [*words, "--set", f"dsclr.run.dir={tmp_path}/runs"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return {**load_file(folder / "adapter_model.safetensors"), **load_file(folder / "extras.safetensors")}
+
+
+def test_ten_steps_equal_five_then_five(small, tmp_path):
+    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
+    command([*train, "--set", "dsclr.run.name=whole"], tmp_path)
+    command([*train, "--set", "dsclr.run.name=parts", "--max-steps", "5"], tmp_path)
+    assert not (tmp_path / "runs/parts/adapter").exists()
+    command([*train, "--set", "dsclr.run.name=parts", "--resume"], tmp_path)
+    whole, parts = (lines(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("whole", "parts"))
+    assert [line["step"] for line in parts] == list(range(1, 11))
+    timed = {"samples_per_second", "step_seconds", "peak_bytes"}
+    for first, second in zip(whole, parts, strict=True):
+        assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in second.items() if k not in timed}
+    ours, theirs = (weights(tmp_path / f"runs/{name}/adapter") for name in ("whole", "parts"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    expected = {
+        "step", "samples_seen", "loss", "learning_rate", "logit_scale", "grad_norm", "skip_rate",
+        "samples_per_second", "step_seconds", "peak_bytes", "skipped_steps",
+    }  # fmt: skip
+    assert expected <= whole[0].keys()
+    assert [line["samples_seen"] for line in whole] == [16 * step for step in range(1, 11)]
+    config = json.loads((tmp_path / "runs/whole/config.json").read_text())
+    assert config["dsclr"]["loss"]["name"] == "topk"
+    assert config["versions"]["torch"] == torch.__version__.split("+")[0] or config["versions"]["torch"]
+    assert list((tmp_path / "runs/whole/tensorboard").glob("events*"))
+    # adapters only: the frozen 7 million parameters are not in the checkpoint
+    (checkpoint,) = (tmp_path / "runs/whole/checkpoints").iterdir()
+    assert checkpoint.name == "step-00000010"
+    assert sum(f.stat().st_size for f in checkpoint.rglob("*")) < 4e6
+
+
+def test_a100_configuration_on_the_cpu(tmp_path):
+    overrides = [
+        "train_batch_size=4",
+        "train_micro_batch_size_per_gpu=2",
+        "dsclr.loss.k=2",
+        "dsclr.model.pretrained=null",
+    ]
+    words = ["deepspeed", "launch/train.py", "--deepspeed_config", "ds_configs/a100.json", "--max-steps", "2"]
+    for override in overrides:
+        words += ["--set", override]
+    result = command(words, tmp_path)
+    records = lines(tmp_path / "runs/a100/metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["loss"] > 0 and record["grad_norm"] > 0 for record in records)
+    assert "Warning:" not in result.stderr
+
+
+def test_quickstart_configuration_trains_and_evaluates(tmp_path, capsys):
+    words = ["deepspeed", "launch/train.py", "--deepspeed_config", "ds_configs/quickstart.json"]
+    for override in (
+        "train_batch_size=16",
+        "train_micro_batch_size_per_gpu=8",
+        "dsclr.loss.k=4",
+        "dsclr.run.max_steps=3",
+    ):
+        words += ["--set", override]
+    command(words, tmp_path)
+    run = tmp_path / "runs/quickstart"
+    evaluations = lines(run / "eval.jsonl")
+    assert [record["step"] for record in evaluations] == [0, 3]
+    assert script("evaluate").main(["--run", str(run)]) == 0
+    table = capsys.readouterr().out
+    assert "R@10 after" in table
+    results = json.loads((run / "retrieval.json").read_text())
+    assert results["samples"] == 250
+    for when, record in zip(("before", "after"), evaluations, strict=True):
+        for name, value in results[when].items():
+            assert value == pytest.approx(record[name], abs=0.009)  # the checkpointed blocks round differently
+
+
+def test_torchrun_with_two_ranks(small, tmp_path):
+    words = [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29517",
+        "launch/train.py",
+        "--deepspeed_config",
+        str(small),
+    ]
+    for override in (
+        "dsclr.negatives.across_ranks=gather",
+        "dsclr.run.max_steps=2",
+        "train_micro_batch_size_per_gpu=4",
+    ):
+        words += ["--set", override]
+    command(words, tmp_path, OMP_NUM_THREADS="1")
+    assert [record["step"] for record in lines(tmp_path / "runs/small/metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "runs/small/adapter/adapter_model.safetensors").is_file()
+
+
+def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsys):
+    import open_clip
+
+    command(
+        [sys.executable, "launch/train.py", "--deepspeed_config", str(small), "--set", "dsclr.model.lora=null",
+         "--set", "dsclr.run.max_steps=2", "--set", "dsclr.run.name=full", "--set", "dsclr.model.lock_text=true"],
+        tmp_path,
+    )  # fmt: skip
+    spec = importlib.util.spec_from_file_location("export", ROOT / "tools" / "export.py")
+    assert spec is not None
+    assert spec.loader is not None
+    export = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(export)
+    assert (
+        export.main(["--run", str(tmp_path / "runs/full"), "--output", str(tmp_path / "out"), "--dtype", "fp16"]) == 0
+    )
+    model = open_clip.create_model(f"local-dir:{tmp_path / 'out'}")
+    trained = open_clip.create_model(f"local-dir:{tmp_path / 'runs/full/model'}")
+    for (name, exported), kept in zip(model.state_dict().items(), trained.state_dict().values(), strict=True):
+        torch.testing.assert_close(exported, kept.half().float(), msg=name)
+
+
+def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
+    arguments = ["--deepspeed_config", str(small), "--dry-run", "--set", f"dsclr.run.dir={tmp_path}/runs"]
+    assert script("train").main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["train_samples"] == 1355
+    assert plan["total_steps"] == 10
+    assert plan["config"]["gradient_accumulation_steps"] == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dsclr.data.train=missing.tar"], "dsclr.data.train: shard missing.tar does not exist"),
+        (["dsclr.data.train=shard-{}.tar"], "empty"),
+        (["dsclr.data.train=nothing-*.tar"], "nothing matches"),
+        (["dsclr.loss.kk=3"], "unknown key dsclr.loss.kk"),
+        (["zero_optimisation=3"], "did you mean 'zero_optimization'?"),
+        (["dsclr.loss.k=4096"], "dsclr.loss.k = 4096, but only 15 valid negatives exist (N = 16)"),
+        (["train_micro_batch_size_per_gpu=7"], "not divisible"),
+        (["dsclr.model.name=ViT-B-33", "dsclr.model.pretrained=null"], "did you mean"),
+        (["dsclr.model.name=ViT-B-32", "dsclr.model.pretrained=nowhere"], "Tags: "),
+        (["dsclr.model.pretrained=missing.safetensors"], "missing.safetensors"),
+        (["dsclr.loss.name=my_pkg.losses:MyLoss"], "does not import"),
+        (["dsclr.loss.name=triplet"], "accepted: dense"),
+        (['fp16={"enabled": true}'], "fp16 does not run on a CPU"),
+        (["zero_optimization.stage=3"], "stages 0, 1 and 2"),
+        (["optimizer=null"], 'no "optimizer"'),
+        (["dsclr.eval.data=missing.tar"], "dsclr.eval.data"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_before_any_training(small, tmp_path, capsys, overrides, message):
+    arguments = ["--deepspeed_config", str(small), "--set", f"dsclr.run.dir={tmp_path}/runs"]
+    for override in overrides:
+        arguments += ["--set", override]
+    assert script("train").main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unreadable_json(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text("{nope")
+    assert script("train").main(["--deepspeed_config", str(path)]) == 1
+    assert "line 1, column 2" in capsys.readouterr().err
+
+
+def test_a_folder_with_another_run_is_left_alone(small, tmp_path, capsys):
+    run = tmp_path / "runs/small"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("precious")
+    arguments = ["--deepspeed_config", str(small), "--set", f"dsclr.run.dir={tmp_path}/runs"]
+    assert script("train").main(arguments) == 1
+    assert "already holds a run: resume it with --resume" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == "precious"
+    assert script("train").main([*arguments, "--resume"]) == 1
+    assert "holds no run" in capsys.readouterr().err
