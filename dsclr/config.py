@@ -52,6 +52,12 @@ class LogitScaleConfig(Section):
     max: float = Field(100.0, gt=0)
     learnable: bool = True
 
+    @model_validator(mode="after")
+    def _consistent(self) -> LogitScaleConfig:
+        if self.init is not None and self.init > self.max:
+            raise ValueError(f"init = {self.init} is above max = {self.max}")
+        return self
+
 
 class ModelConfig(Section):
     name: str = Field("ViT-B-32", description="An open_clip model name, hf-hub:..., local-dir:... or a JSON file.")
@@ -111,7 +117,7 @@ class DataConfig(Section):
 
 
 class LossConfig(Section):
-    name: str = Field("topk", description="dense, topk, or a dotted path such as my_pkg.losses:MyLoss.")
+    name: str = Field("topk", description="topk, exact, dense, or a dotted path such as my_pkg.losses:MyLoss.")
     k: int = Field(64, ge=1, description="Hard negatives kept per anchor (topk).")
     block_size: int = Field(1024, ge=1, description="Keys per column block of the scan (topk).")
     options: dict[str, Any] = Field({}, description="Further keyword arguments for a loss of your own.")

@@ -105,6 +105,7 @@ def test_valid_negatives_are_counted_per_objective():
         ({"objective": "simclr", "model": {"lora": {}}}, "never runs it"),
         ({"data": {"crop_scale": [0.5, 0.1]}}, "crop_scale"),
         ({"data": {"id": "md5"}}, "accepted: auto, caption, key, cls or json:FIELD"),
+        ({"model": {"logit_scale": {"init": 200}}}, "init = 200.0 is above max = 100.0"),
         ({"run": {}}, "exactly one of max_steps and epochs"),
         ({"run": {"max_steps": 1, "epochs": 1}}, "exactly one of max_steps and epochs"),
         ({"run": {"max_steps": 1, "name": "a/b"}}, "dsclr.run.name = 'a/b'"),

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from dsclr.config import ConfigError
 
@@ -61,7 +61,7 @@ def _expand(pattern: str, where: str) -> list[Path]:
         raise ConfigError(f"{where}: the braces in {pattern!r} are empty; write a range such as {{000000..000099}}")
     try:
         names = list(braceexpand(os.path.expanduser(pattern)))
-    except UnbalancedBracesError as error:
+    except ValueError as error:
         raise ConfigError(f"{where}: {pattern!r}: {error}") from None
     found: list[Path] = []
     for name in names:

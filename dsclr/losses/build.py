@@ -10,9 +10,10 @@ from typing import Any
 from dsclr.config import ConfigError, LossConfig
 from dsclr.losses.base import Loss
 from dsclr.losses.dense import DenseInfoNCE
+from dsclr.losses.exact import ExactInfoNCE
 from dsclr.losses.topk import TopKInfoNCE
 
-LOSSES: dict[str, Callable[..., Loss]] = {"dense": DenseInfoNCE, "topk": TopKInfoNCE}
+LOSSES: dict[str, Callable[..., Loss]] = {"dense": DenseInfoNCE, "exact": ExactInfoNCE, "topk": TopKInfoNCE}
 
 
 def build_loss(cfg: LossConfig, objective: str) -> Loss:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import resource
@@ -200,7 +199,7 @@ class _Run:
             self._evaluate()
         batches = iter(self.loader)
         bad_in_a_row = 0
-        saved_at = self.progress.step
+        first_step = saved_at = self.progress.step
         while self.progress.step < last_step:
             started = time.perf_counter()
             batch = next(batches)
@@ -228,7 +227,9 @@ class _Run:
         if saved_at != self.progress.step:
             self.checkpoints.save(self.engine, self.progress)
         if self.progress.step == self.plan.total_steps:
-            self._evaluate()
+            # Not again for a finished run that is resumed: eval.jsonl would hold the step twice.
+            if first_step < self.progress.step:
+                self._evaluate()
             self._save_model()
 
     def _advance(self) -> None:
@@ -307,10 +308,3 @@ def format_recall(recall: dict[str, float]) -> str:
         )
         parts.append(f"{direction.replace('_', ' ')} {values}")
     return "; ".join(parts)
-
-
-def read_evaluations(folder: RunFolder) -> list[dict[str, Any]]:
-    """Every evaluation of a run, by rising step."""
-    if not folder.evaluations.is_file():
-        return []
-    return [json.loads(line) for line in folder.evaluations.read_text(encoding="utf-8").splitlines()]

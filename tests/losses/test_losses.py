@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsclr.losses import DenseInfoNCE, Keys, TopKInfoNCE
+from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, TopKInfoNCE
+from dsclr.ops import streamed
 from tests.oracle import dense_loss
 
 
@@ -49,11 +50,14 @@ def test_topk_equals_the_oracle(batch, block):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-@given(batches())
-@settings(max_examples=100, deadline=None)
-def test_dense_equals_the_oracle(batch):
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, ExactInfoNCE])
+@given(batches(), st.integers(1, 400))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_full_softmax_equals_the_oracle(loss_class, monkeypatch, batch, tile_scores):
+    # at least 16 rows a tile, so that batches of up to 24 make one tile or two
+    monkeypatch.setattr(streamed, "TILE_SCORES", tile_scores)
     a, b, scale, ids, objective, _ = batch
-    loss_fn = DenseInfoNCE(objective)
+    loss_fn = loss_class(objective)
     loss, grads = value_and_grads(lambda a, b, s: loss_fn(a, b, s, ids).loss, a, b, scale)
     expected, expected_grads = value_and_grads(lambda a, b, s: dense_loss(a, b, s, ids, objective), a, b, scale)
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
@@ -62,7 +66,7 @@ def test_dense_equals_the_oracle(batch):
 
 
 @pytest.mark.parametrize("objective", ["clip", "simclr"])
-@pytest.mark.parametrize("loss_class", [DenseInfoNCE, TopKInfoNCE])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, ExactInfoNCE, TopKInfoNCE])
 def test_gradcheck(loss_class, objective):
     generator = torch.Generator().manual_seed(3)
     a, b = rows(9, 5, generator).requires_grad_(), rows(9, 5, generator).requires_grad_()
@@ -87,10 +91,10 @@ def test_k_of_all_negatives_is_dense(objective):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [DenseInfoNCE(), TopKInfoNCE(k=4), DenseInfoNCE("simclr"), TopKInfoNCE(k=4, objective="simclr")]
-)
-def test_without_a_valid_negative_loss_and_gradients_are_zero_not_nan(loss_fn):
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, ExactInfoNCE, TopKInfoNCE])
+def test_without_a_valid_negative_loss_and_gradients_are_zero_not_nan(loss_class, objective):
+    loss_fn = loss_class(objective=objective)
     a, b = torch.eye(3)[:, [0, 1, 2]], torch.eye(3)[:, [1, 2, 0]]
     loss, grads = value_and_grads(
         lambda a, b, s: loss_fn(a, b, s, torch.zeros(3, dtype=torch.int64)).loss, a, b, torch.tensor(100.0)
@@ -121,7 +125,7 @@ def test_backward_is_bitwise_repeatable():
 
 
 @pytest.mark.parametrize("objective", ["clip", "simclr"])
-@pytest.mark.parametrize("loss_class", [DenseInfoNCE, TopKInfoNCE])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, ExactInfoNCE, TopKInfoNCE])
 def test_slices_with_all_keys_average_to_the_whole_batch(loss_class, objective):
     """What ranks do: own rows against everybody's keys; gradients of keys add up."""
     generator = torch.Generator().manual_seed(5)
@@ -161,7 +165,7 @@ def test_metrics():
     ],
 )
 def test_wrong_arguments(a, b, ids, message):
-    for loss_fn in (DenseInfoNCE(), TopKInfoNCE()):
+    for loss_fn in (DenseInfoNCE(), ExactInfoNCE(), TopKInfoNCE()):
         with pytest.raises(ValueError, match=message):
             loss_fn(a, b, torch.tensor(1.0), ids)
 

@@ -1,0 +1,187 @@
+"""Full-softmax InfoNCE of a similarity matrix that is never held (Inf-CL 2024, within one process).
+
+Gradients are formed with the loss, tile by tile, in the forward. One direction costs three matrix products
+(scores, dq, dkeys); both directions of a symmetric problem cost four, as one tile serves both; a matrix of z against
+itself is visited in its upper triangle only. Memory is linear in the number of rows and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Scores in a tile: enough for fast matrix products, little memory (64 MiB in fp32).
+TILE_SCORES = 1 << 24
+
+
+def streamed_infonce(
+    q: Tensor, keys: Tensor, positive: Tensor, scale: Tensor, q_ids: Tensor, key_ids: Tensor
+) -> Tensor:
+    """Mean over rows of n_i - scale p_i, n_i = log(exp(scale p_i) + sum over valid j of exp(scale q_i . keys_j)).
+
+    Args:
+        q: (N, D) float.
+        keys: (M, D), dtype of q. No gradient is formed for keys that need none.
+        positive: (N,) score p_i of every row with its positive.
+        scale: one element.
+        q_ids, key_ids: (N,), (M,) int64; pairs with equal ids are no negatives.
+
+    Returns:
+        0-dim, float32 at least; differentiable once in q, keys, positive and scale.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    inputs = (q, keys, positive, scale)
+    with torch.no_grad():
+        s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
+        normaliser = torch.empty_like(p)
+        graph, keys_graph = _needed(*inputs), _needed(keys)
+        grad_q = torch.empty_like(q, dtype=wide)
+        grad_keys = torch.zeros_like(keys, dtype=wide)
+        for rows in _row_tiles(len(q), len(keys)):
+            logits = _logits(q[rows], keys, q_ids[rows], key_ids, s)
+            top = _finite_max(logits, 1)
+            # exp(logits - top) serves the sum and, rescaled by row, the softmax.
+            weights = logits.sub_(top[:, None]).exp_()
+            normaliser[rows] = torch.logaddexp(top + weights.sum(1).log(), s * p[rows])
+            if graph:
+                rescale = (top - normaliser[rows]).exp()[:, None]
+                weights = weights.to(q.dtype)
+                grad_q[rows] = (weights @ keys).to(wide) * rescale
+                if keys_graph:
+                    grad_keys += (weights.T @ (q[rows] * rescale).to(q.dtype)).to(wide)
+        loss = (normaliser - s * p).mean()
+        if not graph:
+            return loss
+        missing = (s * p - normaliser).exp() - 1
+        grad_scale = ((q * grad_q).sum() + (missing * p).sum()) / len(q)
+        factor = s / len(q)
+        grads = (grad_q * factor, grad_keys * factor, missing * factor, grad_scale)
+    return _attach(loss, inputs, grads)
+
+
+def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+    """The mean of :func:`streamed_infonce` of a against b and of b against a, each tile computed for both.
+
+    Args:
+        a, b: (N, D) float.
+        positive: (N,) score of a_i with b_i.
+        scale: one element.
+        ids: (N,) int64.
+    """
+    wide = torch.promote_types(a.dtype, torch.float32)
+    inputs = (a, b, positive, scale)
+    with torch.no_grad():
+        s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
+        by_row, by_column = torch.empty_like(p), s * p
+        for rows in _row_tiles(len(a), len(b)):
+            logits = _logits(a[rows], b, ids[rows], ids, s)
+            by_row[rows] = torch.logaddexp(_logsumexp(logits, 1), s * p[rows])
+            by_column = torch.logaddexp(by_column, _logsumexp(logits, 0))
+        loss = (by_row + by_column - 2 * s * p).mean() / 2
+        if not _needed(*inputs):
+            return loss
+        grad_a = torch.empty_like(a, dtype=wide)
+        grad_b = torch.zeros_like(b, dtype=wide)
+        for rows in _row_tiles(len(a), len(b)):
+            logits = _logits(a[rows], b, ids[rows], ids, s)
+            weights = (logits - by_row[rows, None]).exp_()
+            weights += logits.sub_(by_column).exp_()
+            weights = weights.to(a.dtype)
+            grad_a[rows] = (weights @ b).to(wide)
+            grad_b += (weights.T @ a[rows]).to(wide)
+        missing = (s * p - by_row).exp() + (s * p - by_column).exp() - 2
+        grad_scale = ((a * grad_a).sum() + (missing * p).sum()) / (2 * len(a))
+        factor = s / (2 * len(a))
+        grads = (grad_a * factor, grad_b * factor, missing * factor, grad_scale)
+    return _attach(loss, inputs, grads)
+
+
+def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+    """:func:`streamed_infonce` of z against itself, from the upper triangle of the matrix.
+
+    Args:
+        z: (R, D) float.
+        positive: (R,) score of every row with its positive.
+        scale: one element.
+        ids: (R,) int64.
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    inputs = (z, positive, scale)
+    with torch.no_grad():
+        s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
+        normaliser = s * p
+        for rows in _row_tiles(len(z), len(z)):
+            logits = _logits(z[rows], z[rows.start :], ids[rows], ids[rows.start :], s)
+            normaliser[rows] = torch.logaddexp(normaliser[rows], _logsumexp(logits, 1))
+            right = logits[:, rows.stop - rows.start :]
+            normaliser[rows.stop :] = torch.logaddexp(normaliser[rows.stop :], _logsumexp(right, 0))
+        loss = (normaliser - s * p).mean()
+        if not _needed(*inputs):
+            return loss
+        grad_z = torch.zeros_like(z, dtype=wide)
+        for rows in _row_tiles(len(z), len(z)):
+            logits = _logits(z[rows], z[rows.start :], ids[rows], ids[rows.start :], s)
+            weights = (logits - normaliser[rows, None]).exp_()
+            weights += logits.sub_(normaliser[rows.start :]).exp_()
+            weights = weights.to(z.dtype)
+            grad_z[rows] += (weights @ z[rows.start :]).to(wide)
+            grad_z[rows.stop :] += (weights[:, rows.stop - rows.start :].T @ z[rows]).to(wide)
+        missing = (s * p - normaliser).exp() - 1
+        # The weights hold every pair from both of its rows, the loss from one.
+        grad_scale = ((z * grad_z).sum() / 2 + (missing * p).sum()) / len(z)
+        factor = s / len(z)
+        grads = (grad_z * factor, missing * factor, grad_scale)
+    return _attach(loss, inputs, grads)
+
+
+def _needed(*inputs: Tensor) -> bool:
+    return any(x.requires_grad for x in inputs)
+
+
+def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
+    height = max(16, TILE_SCORES // max(columns, 1))
+    for start in range(0, rows, height):
+        yield slice(start, min(start + height, rows))
+
+
+def _logits(q: Tensor, keys: Tensor, q_ids: Tensor, key_ids: Tensor, scale: Tensor) -> Tensor:
+    logits = (q @ keys.T).to(scale.dtype).mul_(scale)
+    return logits.masked_fill_(q_ids[:, None] == key_ids[None, :], -torch.inf)
+
+
+def _finite_max(logits: Tensor, dim: int) -> Tensor:
+    """Maximum along dim; 0 where everything is masked, so that exp(-inf - max) is 0 and not NaN."""
+    if not logits.numel():
+        return logits.new_zeros(logits.shape[1 - dim])
+    top = logits.amax(dim)
+    return top.masked_fill_(top == -torch.inf, 0.0)
+
+
+def _logsumexp(logits: Tensor, dim: int) -> Tensor:
+    top = _finite_max(logits, dim)
+    return (logits - top.unsqueeze(dim)).exp_().sum(dim).log() + top
+
+
+def _attach(loss: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
+    """The loss as a function of its inputs with these gradients."""
+    shaped = (grad.reshape(x.shape).to(x.dtype) for x, grad in zip(inputs, grads, strict=True))
+    return _WithGradients.apply(loss, len(inputs), *inputs, *shaped)
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors[count:])
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2 : 2 + len(grads)]
+        scaled = (g * grad.to(g.dtype) if want else None for g, want in zip(grads, wanted, strict=True))
+        return None, None, *scaled, *(None for _ in grads)
