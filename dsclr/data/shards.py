@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,9 +106,9 @@ def local_tar(shard: Path, cache_dir: Path) -> Path:
                 # read1 hands over what it has; read would keep back up to a whole block at a cut.
                 while block := source.read1(1 << 16):
                     target.write(block)
-            except EOFError:
+            except (EOFError, zlib.error):
                 # What came before a cut is still good; the tar index drops the incomplete last sample.
-                logger.warning("%s ends before its compressed stream does: only its first part is used", shard)
+                logger.warning("%s is cut off or damaged: only its first part is used", shard)
         os.replace(temporary, unpacked)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

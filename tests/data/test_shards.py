@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 
 import pytest
@@ -134,11 +135,13 @@ def test_a_tar_that_was_cut_off_yields_its_complete_samples(tmp_path, keep):
         assert all(data == bytes([i]) * 3000 for data in got.values())
 
 
-def test_a_compressed_shard_that_was_cut_off(tmp_path):
-    path = write_tar(tmp_path / "x.tar", [(f"{i}.txt", bytes(range(256)) * 40) for i in range(40)])
+@pytest.mark.parametrize("damage", ["cut", "garbled"])
+def test_a_damaged_compressed_shard_yields_its_first_part(tmp_path, damage):
+    path = write_tar(tmp_path / "x.tar", [(f"{i}.txt", os.urandom(5000)) for i in range(40)])
     packed = tmp_path / "x.tar.gz"
     data = gzip.compress(path.read_bytes(), 1)
-    packed.write_bytes(data[: len(data) // 2])
+    half = len(data) // 2
+    packed.write_bytes(data[:half] if damage == "cut" else data[:half] + b"\xff" * half)
     assert 0 < ShardReader([packed], tmp_path / "cache").counts()[0] < 40
 
 
