@@ -83,7 +83,7 @@ def build_eval_loader(
     dataset = _dataset(held_out, where, objective, build_transform(settings, "none"), tokenizer, 0)
     positions = list(range(dataset.order.epoch_samples))
     tasks = [positions[i : i + batch_size] for i in range(0, len(positions), batch_size)]
-    return DataLoader(dataset, batch_sampler=tasks, collate_fn=collate)
+    return DataLoader(dataset, batch_sampler=tasks, collate_fn=collate, generator=torch.Generator())
 
 
 def _dataset(

@@ -119,6 +119,8 @@ class TrainLoader:
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             collate_fn=collate,
+            # Its own: drawing the workers' seed from the global one would shift the dropout of a resumed run.
+            generator=torch.Generator(),
         )
         slot = self.consumed
         filled = 0

@@ -101,9 +101,9 @@ def test_ten_steps_equal_five_then_five(small, tmp_path):
 
 def test_a100_configuration_on_the_cpu(tmp_path):
     overrides = [
-        "train_batch_size=4",
-        "train_micro_batch_size_per_gpu=2",
-        "dsclr.loss.k=2",
+        "train_batch_size=2",
+        "train_micro_batch_size_per_gpu=1",
+        "dsclr.loss.k=1",
         "dsclr.model.pretrained=null",
     ]
     words = ["deepspeed", "launch/train.py", "--deepspeed_config", "ds_configs/a100.json", "--max-steps", "2"]

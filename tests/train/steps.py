@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def named(model: Any, values: Any) -> dict[str, Tensor]:
     return {name: values(p).double() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def engine_step(config: Config, world: runtime.Runtime, batch: Batch, steps: int = 1) -> dict[str, Any]:
+def engine_step(world: runtime.Runtime, config: Config, batch: Batch, steps: int = 1) -> dict[str, Any]:
     """Weights before and after, as the optimizer keeps them, and the loss."""
     config = config.with_world_size(world.world_size)
     model = make_model(config)
@@ -171,9 +172,9 @@ def spawn(world_size: int, function: Any, *arguments: Any, timeout_seconds: int 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
+    folder = Path(tempfile.mkdtemp())
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, queue, function, arguments))
+        context.Process(target=_rank, args=(rank, world_size, port, folder, function, arguments))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -185,10 +186,10 @@ def spawn(world_size: int, function: Any, *arguments: Any, timeout_seconds: int 
     finally:
         for process in processes:
             process.kill()
-    return [result for _, result in sorted((queue.get() for _ in processes), key=lambda pair: pair[0])]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, port: int, queue: Any, function: Any, arguments: Any) -> None:
+def _rank(rank: int, world_size: int, port: int, folder: Path, function: Any, arguments: Any) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -200,7 +201,6 @@ def _rank(rank: int, world_size: int, port: int, queue: Any, function: Any, argu
     )
     world = runtime.start()
     result = function(world, *arguments)
-    # Tensors would need the sender to stay alive.
-    plain = {k: ({n: t.numpy() for n, t in v.items()} if isinstance(v, dict) else v) for k, v in result.items()}
-    queue.put((rank, plain))
+    # By file: a queue would block a rank until its result is read.
+    torch.save(result, folder / f"{rank}.pt")
     runtime.stop()

@@ -29,7 +29,7 @@ def world():
 @pytest.mark.parametrize("lora", [None, LORA, {**LORA, "dropout": 0.3}], ids=["full", "lora", "dropout"])
 def test_update_equals_plain_pytorch(world, tmp_path, lora, chunks):
     config = make_config(tmp_path, {"lora": lora}, train_micro_batch_size_per_gpu=ROWS // chunks)
-    ours = engine_step(config, world, make_batch())
+    ours = engine_step(world, config, make_batch())
     reference = plain_step(config, make_batch())
     assert_same_step(ours, reference)
     assert any("logit_scale" in name for name in ours["after"])
@@ -39,14 +39,14 @@ def test_update_equals_plain_pytorch(world, tmp_path, lora, chunks):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_zero_stage(world, tmp_path, stage):
     config = make_config(tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4, zero_optimization={"stage": stage})
-    assert_same_step(engine_step(config, world, make_batch()), plain_step(config, make_batch()))
+    assert_same_step(engine_step(world, config, make_batch()), plain_step(config, make_batch()))
 
 
 def test_activation_checkpointing_changes_nothing(world, tmp_path):
     config = make_config(
         tmp_path, {"lora": {**LORA, "dropout": 0.3}}, train_micro_batch_size_per_gpu=4, activation_checkpointing={}
     )
-    assert_same_step(engine_step(config, world, make_batch()), plain_step(config, make_batch()))
+    assert_same_step(engine_step(world, config, make_batch()), plain_step(config, make_batch()))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -59,12 +59,12 @@ def test_simclr(world, tmp_path, chunks, loss):
         dsclr={"objective": "simclr", "loss": loss},
     )
     batch = make_batch("simclr")
-    assert_same_step(engine_step(config, world, batch), plain_step(config, batch))
+    assert_same_step(engine_step(world, config, batch), plain_step(config, batch))
 
 
 def test_gradient_clipping_is_the_global_norms(world, tmp_path):
     config = make_config(tmp_path, gradient_clipping=0.05, train_micro_batch_size_per_gpu=4)
-    ours, reference = engine_step(config, world, make_batch()), plain_step(config, make_batch())
+    ours, reference = engine_step(world, config, make_batch()), plain_step(config, make_batch())
     assert reference["grad_norm"] > 0.05
     assert_same_step(ours, reference, tolerance=1e-4)
     assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
@@ -80,7 +80,7 @@ def test_logit_scale_is_clamped_where_the_optimizer_keeps_it(world, tmp_path, st
         optimizer={"type": "SGD", "params": {"lr": 1e-3}},
         **precision,
     )
-    after = engine_step(config, world, make_batch(), steps=2)
+    after = engine_step(world, config, make_batch(), steps=2)
     for kept in ("after", "module"):
         (scale,) = (value for name, value in after[kept].items() if name.endswith("logit_scale"))
         assert float(scale) == pytest.approx(math.log(20.0), rel=4e-3 if kept == "module" and precision else 1e-6)
@@ -90,7 +90,7 @@ def test_bf16_moves_every_tensor(world, tmp_path):
     config = make_config(
         tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4, bf16={"enabled": True}, activation_checkpointing={}
     )
-    ours = engine_step(config, world, make_batch())
+    ours = engine_step(world, config, make_batch())
     reference = plain_step(config, make_batch())
     assert ours["loss"] == pytest.approx(reference["loss"], rel=0.02)
     for name, before in ours["before"].items():
@@ -110,6 +110,6 @@ def test_a_step_that_is_not_finite_changes_nothing(world, tmp_path, monkeypatch)
 
     monkeypatch.setattr(ContrastiveStep, "_encode", poisoned)
     config = make_config(tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4)
-    ours = engine_step(config, world, make_batch())
+    ours = engine_step(world, config, make_batch())
     assert math.isnan(ours["loss"])
     assert all(torch.equal(ours["after"][name], ours["before"][name]) for name in ours["after"])
