@@ -97,7 +97,9 @@ def named(model: Any, values: Any) -> dict[str, Tensor]:
     return {name: values(p).double() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def engine_step(world: runtime.Runtime, config: Config, batch: Batch, steps: int = 1) -> dict[str, Any]:
+def engine_step(
+    world: runtime.Runtime, config: Config, batch: Batch, steps: int = 1, max_scale: float = 100.0
+) -> dict[str, Any]:
     """Weights before and after, as the optimizer keeps them, and the loss."""
     config = config.with_world_size(world.world_size)
     model = make_model(config)
@@ -110,7 +112,7 @@ def engine_step(world: runtime.Runtime, config: Config, batch: Batch, steps: int
         KEY_SOURCES[config.dsclr.negatives.across_ranks],
         config.micro_batch_size,
         world.device,
-        config.dsclr.model.logit_scale.max,
+        max_scale,
     )
     rows = len(batch.ids) // world.world_size
     own = slice(world.rank * rows, (world.rank + 1) * rows)

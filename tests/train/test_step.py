@@ -75,15 +75,16 @@ def test_gradient_clipping_is_the_global_norms(world, tmp_path):
 def test_logit_scale_is_clamped_where_the_optimizer_keeps_it(world, tmp_path, stage, precision):
     config = make_config(
         tmp_path,
-        {"lora": LORA, "logit_scale": {"init": 30.0, "max": 20.0}},
+        {"lora": LORA, "logit_scale": {"init": 30.0}},
         zero_optimization={"stage": stage},
         optimizer={"type": "SGD", "params": {"lr": 1e-3}},
         **precision,
     )
-    after = engine_step(world, config, make_batch(), steps=2)
+    after = engine_step(world, config, make_batch(), steps=2, max_scale=20.0)
     for kept in ("after", "module"):
         (scale,) = (value for name, value in after[kept].items() if name.endswith("logit_scale"))
-        assert float(scale) == pytest.approx(math.log(20.0), rel=4e-3 if kept == "module" and precision else 1e-6)
+        # 30 would come back in the second step if the optimizer's copy had not been clamped in the first
+        assert float(scale) == pytest.approx(math.log(20.0), abs=0.02)
 
 
 def test_bf16_moves_every_tensor(world, tmp_path):
