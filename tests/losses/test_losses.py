@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, TopKInfoNCE
 from dsclr.ops import streamed
@@ -175,3 +177,47 @@ def test_wrong_options():
         DenseInfoNCE("triplet")
     with pytest.raises(ValueError, match="k = 0"):
         TopKInfoNCE(k=0)
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+def test_exact_with_keys_of_its_own_in_several_tiles(monkeypatch, objective):
+    monkeypatch.setattr(streamed, "TILE_SCORES", 1)  # 16 rows a tile
+    generator = torch.Generator().manual_seed(8)
+    a, b, scale = rows(40, 6, generator), rows(40, 6, generator), torch.tensor(50.0, dtype=torch.float64)
+    ids = torch.randint(0, 35, (40,), generator=generator)
+    loss_fn = ExactInfoNCE(objective)
+    loss, grads = value_and_grads(lambda a, b, s: loss_fn(a, b, s, ids, Keys(a * 1, b * 1, ids)).loss, a, b, scale)
+    expected, expected_grads = value_and_grads(lambda a, b, s: dense_loss(a, b, s, ids, objective), a, b, scale)
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("objective", ["clip", "simclr"])
+@pytest.mark.parametrize("loss_class", [DenseInfoNCE, ExactInfoNCE, TopKInfoNCE])
+def test_only_dense_holds_the_similarity_matrix(monkeypatch, loss_class, objective):
+    monkeypatch.setattr(streamed, "TILE_SCORES", 1 << 14)
+    n, d, k, block = 1024, 8, 4, 16
+    generator = torch.Generator().manual_seed(9)
+    a, b = (rows(n, d, generator, torch.float32).requires_grad_() for _ in range(2))
+    options = {"k": k, "block_size": block} if loss_class is TopKInfoNCE else {}
+    with LargestTensor() as seen:
+        loss_class(objective=objective, **options)(a, b, torch.tensor(10.0, requires_grad=True)).loss.backward()
+    z = n if objective == "clip" else 2 * n
+    if loss_class is DenseInfoNCE:
+        assert seen.elements >= z * z
+    else:
+        assert seen.elements <= z * max(32, k + block)
