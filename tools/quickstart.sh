@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup.sh
+setup_venv
 
 name=quickstart
 for argument in "$@"; do

@@ -2,7 +2,8 @@
 # Set up everything and check it: lint, types, tests. Usage: bash tools/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup.sh dev
+source tools/setup.sh
+setup_venv dev
 export PATH=$VENV/bin:$PATH
 ruff check .
 mypy
