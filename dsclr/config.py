@@ -11,7 +11,7 @@ import json
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -118,13 +118,28 @@ class DataConfig(Section):
 
 class LossConfig(Section):
     name: str = Field("topk", description="topk, exact, dense, or a dotted path such as my_pkg.losses:MyLoss.")
-    k: int = Field(64, ge=1, description="Hard negatives kept per anchor (topk).")
+    k: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        64, description='Hard negatives kept per anchor (topk); "all": the exact loss.'
+    )
     block_size: int = Field(1024, ge=1, description="Keys per column block of the scan (topk).")
+    tail: Literal["none", "lse"] = Field(
+        "none", description="lse: the normaliser sums over all negatives, gradients stay with the k kept (topk)."
+    )
+    false_negative_margin: float | None = Field(
+        None, ge=0, le=2, description="Negatives above the positive's similarity by more than this are left out."
+    )
+    backend: Literal["auto", "torch", "native"] = Field("auto", description="Of the scan on a CPU (topk).")
     options: dict[str, Any] = Field({}, description="Further keyword arguments for a loss of your own.")
+
+
+class BankConfig(Section):
+    size: int = Field(ge=1, description="Rows of earlier steps kept as further negatives.")
+    max_age: int | None = Field(None, ge=1, description="Steps after which a row is no longer used.")
 
 
 class NegativesConfig(Section):
     across_ranks: Literal["off", "gather"] = Field("off", description="gather: negatives from all ranks.")
+    bank: BankConfig | None = Field(None, description="Memory bank; null: none.")
 
 
 class EvalConfig(Section):
@@ -264,7 +279,8 @@ class Config:
         return config
 
     def _check_k(self, world_size: int) -> None:
-        if self.dsclr.loss.name != "topk":
+        k = self.dsclr.loss.k
+        if self.dsclr.loss.name != "topk" or k == "all":
             return
         rows = self.train_batch_size
         where = f"N = {rows}"
@@ -272,10 +288,14 @@ class Config:
             rows //= world_size
             where = f"N = {rows} rows a rank, negatives.across_ranks is off"
         valid = rows - 1 if self.dsclr.objective == "clip" else 2 * rows - 2
-        if self.dsclr.loss.k > valid:
+        bank = self.dsclr.negatives.bank
+        if bank is not None:
+            valid += bank.size if self.dsclr.objective == "clip" else 2 * bank.size
+            where += f", memory bank of {bank.size}"
+        if k > valid:
             more = ", set dsclr.negatives.across_ranks to gather" if rows != self.train_batch_size else ""
             raise ConfigError(
-                f"dsclr.loss.k = {self.dsclr.loss.k}, but only {valid} valid negatives exist ({where}): "
+                f"dsclr.loss.k = {k}, but only {valid} valid negatives exist ({where}): "
                 f"lower k or raise train_batch_size{more}"
             )
 

@@ -2,8 +2,19 @@
 
 from dsclr.losses.base import Keys, Loss, LossOutput
 from dsclr.losses.build import LOSSES, build_loss
+from dsclr.losses.clip import StreamingClipLoss
 from dsclr.losses.dense import DenseInfoNCE
 from dsclr.losses.exact import ExactInfoNCE
 from dsclr.losses.topk import TopKInfoNCE
 
-__all__ = ["LOSSES", "DenseInfoNCE", "ExactInfoNCE", "Keys", "Loss", "LossOutput", "TopKInfoNCE", "build_loss"]
+__all__ = [
+    "LOSSES",
+    "DenseInfoNCE",
+    "ExactInfoNCE",
+    "Keys",
+    "Loss",
+    "LossOutput",
+    "StreamingClipLoss",
+    "TopKInfoNCE",
+    "build_loss",
+]

@@ -19,11 +19,13 @@ class Keys:
         a: (M, D) first embeddings (images, or first views).
         b: (M, D) second embeddings (texts, or second views).
         ids: (M,) int64; equal ids are never negatives of each other.
+        bank: further keys without gradient, such as those of a memory bank; they come after the others.
     """
 
     a: Tensor
     b: Tensor
     ids: Tensor
+    bank: tuple[Keys, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,55 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Constant keys (M, D) and their ids (M,)."""
+
+    keys: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
 class Direction:
-    """One set of queries against its keys; positive is the score of each query with its own pair."""
+    """One set of queries against its keys.
+
+    Attributes:
+        positive: (R,) score of each query with its own pair.
+        bank: further keys, without gradient.
+        limit: (R,) negatives above it are taken for false ones; None: none are.
+    """
 
     q: Tensor
     keys: Tensor
     q_ids: Tensor
     key_ids: Tensor
     positive: Tensor
+    bank: tuple[Segment, ...] = ()
+    limit: Tensor | None = None
+
+    @property
+    def key_count(self) -> int:
+        return len(self.keys) + sum(len(x.keys) for x in self.bank)
+
+    def segments(self) -> list[tuple[Tensor, Tensor]]:
+        """All keys with their ids, the bank's after the batch's."""
+        return [(self.keys, self.key_ids), *((x.keys, x.ids) for x in self.bank)]
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """The same as one pair of tensors; a copy where there is a bank."""
+        if not self.bank:
+            return self.keys, self.key_ids
+        keys, ids = zip(*self.segments(), strict=True)
+        return torch.cat(keys), torch.cat(ids)
 
 
-def directions(a: Tensor, b: Tensor, ids: Tensor | None, keys: Keys | None, objective: Objective) -> list[Direction]:
+def directions(
+    a: Tensor,
+    b: Tensor,
+    ids: Tensor | None,
+    keys: Keys | None,
+    objective: Objective,
+    false_negative_margin: float | None = None,
+) -> list[Direction]:
     """Lay a batch out as query/key problems whose losses are averaged.
 
     clip: a against all b, and b against all a. simclr: Z = [a; b] against all of Z. A row's positive and the
@@ -87,10 +127,13 @@ def directions(a: Tensor, b: Tensor, ids: Tensor | None, keys: Keys | None, obje
     # float32 at least: a bf16 scalar product of unit vectors is only good to 1e-2
     wide = torch.promote_types(a.dtype, torch.float32)
     positive = (a.to(wide) * b.to(wide)).sum(-1)
+    limit = None if false_negative_margin is None else positive.detach() + false_negative_margin
     if objective == "clip":
+        to_b = tuple(Segment(x.b.detach(), x.ids) for x in keys.bank)
+        to_a = tuple(Segment(x.a.detach(), x.ids) for x in keys.bank)
         return [
-            Direction(a, keys.b, ids, keys.ids, positive),
-            Direction(b, keys.a, ids, keys.ids, positive),
+            Direction(a, keys.b, ids, keys.ids, positive, to_b, limit),
+            Direction(b, keys.a, ids, keys.ids, positive, to_a, limit),
         ]
     return [
         Direction(
@@ -99,8 +142,15 @@ def directions(a: Tensor, b: Tensor, ids: Tensor | None, keys: Keys | None, obje
             torch.cat([ids, ids]),
             torch.cat([keys.ids, keys.ids]),
             torch.cat([positive, positive]),
+            tuple(Segment(z.detach(), x.ids) for x in keys.bank for z in (x.a, x.b)),
+            None if limit is None else torch.cat([limit, limit]),
         )
     ]
+
+
+def are_own_keys(a: Tensor, b: Tensor, keys: Keys | None) -> bool:
+    """Whether the rows' keys (leaving a bank aside) are the rows themselves."""
+    return keys is None or (keys.a is a and keys.b is b)
 
 
 def similarity_metrics(positive: Tensor, hardest: Tensor) -> dict[str, Tensor | float]:
@@ -117,6 +167,17 @@ def similarity_metrics(positive: Tensor, hardest: Tensor) -> dict[str, Tensor | 
         "hardest_negative_similarity": hardest[some].mean() if bool(some.any()) else float("nan"),
         "batch_accuracy": (positive > hardest).to(torch.float32).mean(),
     }
+
+
+def check_margin(margin: float | None) -> float | None:
+    """A false-negative margin: a difference of cosines.
+
+    Raises:
+        ValueError: outside [0, 2].
+    """
+    if margin is not None and not 0 <= margin <= 2:
+        raise ValueError(f"false_negative_margin = {margin}, accepted: 0 to 2 (a difference of cosines), or null")
+    return margin
 
 
 def check_objective(objective: str) -> Objective:

@@ -36,7 +36,15 @@ def build_loss(cfg: LossConfig, objective: str) -> Loss:
         )
     parameters = inspect.signature(factory).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    common = {"objective": objective, "k": cfg.k, "block_size": cfg.block_size}
+    common: dict[str, Any] = {"objective": objective, "k": cfg.k, "block_size": cfg.block_size, "backend": cfg.backend}
+    # k and block_size may stay in the file when the name changes; what would change the loss may not.
+    special = {"tail": cfg.tail, "false_negative_margin": cfg.false_negative_margin}
+    for name, value in special.items():
+        if value in (None, "none"):
+            continue
+        if name not in parameters and not takes_all:
+            raise ConfigError(f"dsclr.loss.{name} = {value!r}: {cfg.name} has no such option; leave it out")
+        common[name] = value
     options = {name: value for name, value in common.items() if name in parameters or takes_all}
     unknown = [name for name in cfg.options if name not in parameters]
     if unknown and not takes_all:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsclr.losses.base import Keys, LossOutput, check_objective, directions, similarity_metrics
+from dsclr.losses.base import Keys, LossOutput, check_margin, check_objective, directions, similarity_metrics
 
 
 class DenseInfoNCE:
@@ -15,17 +15,27 @@ class DenseInfoNCE:
     (Chen et al. 2020). Keys with the id of the row are no negatives. Memory grows with N x M.
     """
 
-    def __init__(self, objective: str = "clip") -> None:
+    def __init__(self, objective: str = "clip", *, false_negative_margin: float | None = None) -> None:
+        """
+        Args:
+            objective: "clip" or "simclr".
+            false_negative_margin: negatives more similar than the row's positive by more than this (cosine) are left
+                out.
+        """
         self.objective = check_objective(objective)
+        self.false_negative_margin = check_margin(false_negative_margin)
 
     def __call__(
         self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
     ) -> LossOutput:
         """See :class:`dsclr.losses.Loss`."""
         losses, positives, hardest = [], [], []
-        for d in directions(a, b, ids, keys, self.objective):
-            same = d.q_ids[:, None] == d.key_ids[None, :]
-            scores = (d.q @ d.keys.T).to(d.positive.dtype)
+        for d in directions(a, b, ids, keys, self.objective, self.false_negative_margin):
+            all_keys, key_ids = d.joined()
+            same = d.q_ids[:, None] == key_ids[None, :]
+            scores = (d.q @ all_keys.T).to(d.positive.dtype)
+            if d.limit is not None:
+                same |= scores.detach() > d.limit[:, None]
             # Scale, then mask: -inf times the scale would have a NaN gradient of the scale.
             logits = (scores * logit_scale).masked_fill(same, -torch.inf)
             positive = d.positive * logit_scale

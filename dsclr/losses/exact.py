@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsclr.losses.base import Keys, LossOutput, check_objective, directions
+from dsclr.losses.base import Keys, LossOutput, are_own_keys, check_margin, check_objective, directions
 from dsclr.ops.streamed import streamed_infonce, streamed_self_infonce, streamed_symmetric_infonce
 
 
@@ -16,18 +16,27 @@ class ExactInfoNCE:
     directions ("clip") or both halves of the matrix ("simclr") come from one tile.
     """
 
-    def __init__(self, objective: str = "clip") -> None:
+    def __init__(self, objective: str = "clip", *, false_negative_margin: float | None = None) -> None:
+        """
+        Args:
+            objective: "clip" or "simclr".
+            false_negative_margin: negatives more similar than the row's positive by more than this (cosine) are left
+                out. Each direction then takes tiles of its own.
+        """
         self.objective = check_objective(objective)
+        self.false_negative_margin = check_margin(false_negative_margin)
 
     def __call__(
         self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
     ) -> LossOutput:
         """See :class:`dsclr.losses.Loss`."""
-        problems = directions(a, b, ids, keys, self.objective)
-        own = keys is None or (keys.a is a and keys.b is b)
+        problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
-        if not own:
-            parts = [streamed_infonce(d.q, d.keys, d.positive, logit_scale, d.q_ids, d.key_ids) for d in problems]
+        if not are_own_keys(a, b, keys) or first.bank or first.limit is not None:
+            parts = []
+            for d in problems:
+                all_keys, key_ids = d.joined()
+                parts.append(streamed_infonce(d.q, all_keys, d.positive, logit_scale, d.q_ids, key_ids, d.limit))
             loss = torch.stack(parts).mean()
         elif self.objective == "clip":
             loss = streamed_symmetric_infonce(a, b, first.positive, logit_scale, first.q_ids)

@@ -2,58 +2,189 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
-from dsclr.losses.base import Keys, LossOutput, check_objective, directions, similarity_metrics
-from dsclr.ops import ScanStats, sparse_scores, topk_scan
+from dsclr.losses.base import (
+    Direction,
+    Keys,
+    LossOutput,
+    are_own_keys,
+    check_margin,
+    check_objective,
+    directions,
+    similarity_metrics,
+)
+from dsclr.losses.exact import ExactInfoNCE
+from dsclr.ops import ScanStats, TopK, expected_skip_rate, sparse_scores, topk_scan, topk_scan_pair, topk_scan_self
+from dsclr.ops.native import BACKENDS, Backend
+from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
+
+# Rows a direction whose full softmax is worked out to say how much of it the k kept negatives hold.
+SAMPLED_ROWS = 32
 
 
 class TopKInfoNCE:
     """L_i = -scale s_ip + log(exp(scale s_ip) + sum over the k largest valid s_ij of exp(scale s_ij)).
 
-    The similarities are scanned in column blocks (:func:`dsclr.ops.topk_scan`), so memory is linear in N;
-    the gradient touches the kept pairs only. A row with fewer than k valid negatives uses those it has.
+    The similarities are scanned in tiles (:func:`dsclr.ops.topk_scan`), so memory is linear in N; the gradient touches
+    the kept pairs only. Where the rows are their own keys, one tile serves both directions ("clip"), or only the upper
+    triangle of the matrix is visited ("simclr"). A row with fewer than k valid negatives uses those it has.
     """
 
-    def __init__(self, k: int = 64, block_size: int | None = None, objective: str = "clip") -> None:
+    def __init__(
+        self,
+        k: int | Literal["all"] = 64,
+        block_size: int | None = None,
+        objective: str = "clip",
+        *,
+        tail: Literal["none", "lse"] = "none",
+        false_negative_margin: float | None = None,
+        backend: Backend = "auto",
+    ) -> None:
         """
         Args:
-            k: hard negatives kept per row.
+            k: hard negatives kept per row; "all": :class:`ExactInfoNCE`.
             block_size: keys per column block; None: the scan's default.
             objective: "clip" or "simclr".
+            tail: "lse": the normaliser sums over all valid negatives, while gradients still flow to the k kept ones
+                (and the positive) only, with their weights in the full softmax.
+            false_negative_margin: negatives more similar than the row's positive by more than this (cosine) are taken
+                for false ones and left out. None: all ids that differ are negatives.
+            backend: of the scan: "auto", "torch" or "native".
         """
-        if k < 1:
-            raise ValueError(f"k = {k}, at least 1 is needed")
+        if k != "all" and k < 1:
+            raise ValueError(f'k = {k}, at least 1 or "all" is needed')
+        if tail not in ("none", "lse"):
+            raise ValueError(f"tail = {tail!r}, accepted: 'none', 'lse'")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend = {backend!r}, accepted: {', '.join(BACKENDS)}")
         self.k = k
         self.block_size = block_size
         self.objective = check_objective(objective)
+        self.tail = tail
+        self.false_negative_margin = check_margin(false_negative_margin)
+        self.backend: Backend = backend
+        self.exact = ExactInfoNCE(objective, false_negative_margin=false_negative_margin)
 
     def __call__(
         self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
     ) -> LossOutput:
-        """See :class:`dsclr.losses.Loss`. Further metrics: skip_rate and selection_work of the scan."""
-        losses, positives, hardest = [], [], []
-        stats = ScanStats(0, 0, 0, 0)
-        for d in directions(a, b, ids, keys, self.objective):
-            top = topk_scan(
-                d.q.detach(),
-                d.keys.detach(),
-                self.k,
-                q_ids=d.q_ids,
-                key_ids=d.key_ids,
-                block_size=self.block_size,
-            )
+        """See :class:`dsclr.losses.Loss`. Further metrics:
+
+        skip_rate: (row, block) pairs that the row maximum ruled out; expected_skip_rate: the same for keys in
+            random order (with k, block_size and the number of keys; see :func:`dsclr.ops.expected_skip_rate`).
+        selection_work: part of the scores that a selection looked at.
+        captured_mass: part of the full softmax's negative mass that the k kept negatives hold, the mean over rows; from
+            a sample of rows, or from all of them with tail="lse".
+        false_negatives: negatives a row that the margin left out; with false_negative_margin only.
+        bank_share: part of the kept negatives that come from the memory bank; with a bank only.
+        """
+        if self.k == "all":
+            return self.exact(a, b, logit_scale, ids, keys)
+        problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
+        tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))
+        losses, positives, hardest, masses = [], [], [], []
+        stats = ScanStats()
+        for d, top in zip(problems, tops, strict=True):
             stats = stats + top.stats
             # Scale, then mask (the padding is zero until masked): see the gradient of the scale in DenseInfoNCE.
             padded = top.indices < 0
-            scores = sparse_scores(d.q, d.keys, top).masked_fill(padded, 0.0)
+            scores = sparse_scores(d.q, d.keys, top, [x.keys for x in d.bank]).masked_fill(padded, 0.0)
             logits = (scores * logit_scale).masked_fill(padded, -torch.inf)
             positive = d.positive * logit_scale
-            normaliser = torch.logsumexp(torch.cat([positive[:, None], logits], dim=1), dim=1)
+            kept = torch.cat([positive[:, None], logits], dim=1)
+            normaliser = torch.logsumexp(kept, dim=1)
+            if top.lse is not None:
+                normaliser = _full_value(kept, torch.logaddexp(top.lse, positive.detach()))
             losses.append(normaliser - positive)
             positives.append(d.positive)
             hardest.append(top.values[:, 0])
+            masses.append(_captured_mass(d, top, logit_scale))
         metrics = similarity_metrics(torch.cat(positives), torch.cat(hardest))
-        metrics.update(skip_rate=stats.skip_rate, selection_work=stats.selection_work)
+        first = problems[0]
+        metrics.update(
+            skip_rate=stats.skip_rate,
+            expected_skip_rate=expected_skip_rate(self.k, self.block_size or DEFAULT_BLOCK_SIZE, first.key_count),
+            selection_work=stats.selection_work,
+            captured_mass=torch.cat(masses).mean(),
+        )
+        if self.false_negative_margin is not None:
+            metrics["false_negatives"] = stats.scores_over_limit / sum(len(d.q) for d in problems)
+        if first.bank:
+            kept_from_bank = sum(int((top.indices >= len(first.keys)).sum()) for top in tops)
+            metrics["bank_share"] = kept_from_bank / max(1, sum(int((top.indices >= 0).sum()) for top in tops))
         return LossOutput(torch.cat(losses).mean(), metrics)
+
+    def _scan(self, problems: list[Direction], logit_scale: Tensor, own_keys: bool) -> list[TopK]:
+        assert self.k != "all"
+        k = self.k
+        lse_scale = logit_scale.detach() if self.tail == "lse" else None
+        first = problems[0]
+        options: dict[str, Any] = {
+            "block_size": self.block_size,
+            "limit": first.limit,  # of both directions: it hangs on the positives
+            "lse_scale": lse_scale,
+            "backend": self.backend,
+        }
+        if own_keys and self.objective == "clip":
+            tops = list(topk_scan_pair(first.q.detach(), first.keys.detach(), k, ids=first.q_ids, **options))
+        elif own_keys:
+            tops = [topk_scan_self(first.q.detach(), k, ids=first.q_ids, **options)]
+        else:
+            tops = [
+                topk_scan(d.q.detach(), d.keys.detach(), k, q_ids=d.q_ids, key_ids=d.key_ids, **options)
+                for d in problems
+            ]
+        for number, d in enumerate(problems):
+            offset = len(d.keys)
+            for segment in d.bank:
+                tops[number] = topk_scan(
+                    d.q.detach(),
+                    segment.keys,
+                    k,
+                    q_ids=d.q_ids,
+                    key_ids=segment.ids,
+                    initial=tops[number],
+                    key_offset=offset,
+                    **options,
+                )
+                offset += len(segment.keys)
+        return tops
+
+
+def _full_value(logits: Tensor, normaliser: Tensor) -> Tensor:
+    """``normaliser`` as a function of the logits that are part of it, by their weights in it.
+
+    Args:
+        logits: (N, k + 1), -inf where padded.
+        normaliser: (N,) log-sum-exp of these and more logits, constant.
+    """
+    weights = (logits.detach() - normaliser[:, None]).exp()
+    change = torch.where(weights > 0, logits - logits.detach(), 0.0)
+    return normaliser + (weights * change).sum(1)
+
+
+@torch.no_grad()
+def _captured_mass(d: Direction, top: TopK, logit_scale: Tensor) -> Tensor:
+    """(R,) sum of exp over the kept negatives / over all valid ones; rows without a valid negative are left out."""
+    kept = top.values * logit_scale
+    if top.lse is not None:
+        whole = top.lse
+    else:
+        count = min(SAMPLED_ROWS, len(d.q))
+        # Spread evenly: the same rows whatever the random state, and no draw that would disturb it.
+        sample = torch.arange(count, device=d.q.device) * len(d.q) // count
+        whole = kept.new_full((count,), -torch.inf)
+        for keys, key_ids in d.segments():
+            scores = (d.q[sample] @ keys.T).to(kept.dtype)
+            scores.masked_fill_(d.q_ids[sample, None] == key_ids[None, :], -torch.inf)
+            if d.limit is not None:
+                scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
+            whole = torch.logaddexp(whole, torch.logsumexp(scores * logit_scale, 1))
+        kept = kept[sample]
+    some = whole > -math.inf
+    return (torch.logsumexp(kept[some], 1) - whole[some]).exp().clamp(max=1.0)

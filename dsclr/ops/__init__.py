@@ -1,6 +1,16 @@
 """Tensor algorithms of the losses. They know torch and nothing of training."""
 
+from dsclr.ops.native import NativeUnavailable
 from dsclr.ops.sparse import sparse_scores
-from dsclr.ops.topk import ScanStats, TopK, topk_scan
+from dsclr.ops.topk import ScanStats, TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
 
-__all__ = ["ScanStats", "TopK", "sparse_scores", "topk_scan"]
+__all__ = [
+    "NativeUnavailable",
+    "ScanStats",
+    "TopK",
+    "expected_skip_rate",
+    "sparse_scores",
+    "topk_scan",
+    "topk_scan_pair",
+    "topk_scan_self",
+]

@@ -19,7 +19,13 @@ TILE_SCORES = 1 << 24
 
 
 def streamed_infonce(
-    q: Tensor, keys: Tensor, positive: Tensor, scale: Tensor, q_ids: Tensor, key_ids: Tensor
+    q: Tensor,
+    keys: Tensor,
+    positive: Tensor,
+    scale: Tensor,
+    q_ids: Tensor,
+    key_ids: Tensor,
+    limit: Tensor | None = None,
 ) -> Tensor:
     """Mean over rows of n_i - scale p_i, n_i = log(exp(scale p_i) + sum over valid j of exp(scale q_i . keys_j)).
 
@@ -29,6 +35,7 @@ def streamed_infonce(
         positive: (N,) score p_i of every row with its positive.
         scale: one element.
         q_ids, key_ids: (N,), (M,) int64; pairs with equal ids are no negatives.
+        limit: (N,) scores above it are no negatives; None: no limit.
 
     Returns:
         0-dim, float32 at least; differentiable once in q, keys, positive and scale.
@@ -42,7 +49,7 @@ def streamed_infonce(
         grad_q = torch.empty_like(q, dtype=wide)
         grad_keys = torch.zeros_like(keys, dtype=wide)
         for rows in _row_tiles(len(q), len(keys)):
-            logits = _logits(q[rows], keys, q_ids[rows], key_ids, s)
+            logits = _logits(q[rows], keys, q_ids[rows], key_ids, s, None if limit is None else limit[rows])
             top = _finite_max(logits, 1)
             # exp(logits - top) serves the sum and, rescaled by row, the softmax.
             weights = logits.sub_(top[:, None]).exp_()
@@ -148,8 +155,13 @@ def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + height, rows))
 
 
-def _logits(q: Tensor, keys: Tensor, q_ids: Tensor, key_ids: Tensor, scale: Tensor) -> Tensor:
-    logits = (q @ keys.T).to(scale.dtype).mul_(scale)
+def _logits(
+    q: Tensor, keys: Tensor, q_ids: Tensor, key_ids: Tensor, scale: Tensor, limit: Tensor | None = None
+) -> Tensor:
+    logits = (q @ keys.T).to(scale.dtype)
+    if limit is not None:
+        logits.masked_fill_(logits > limit[:, None], -torch.inf)
+    logits.mul_(scale)
     return logits.masked_fill_(q_ids[:, None] == key_ids[None, :], -torch.inf)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsclr.config import ConfigError
+from dsclr.negatives import MemoryBank
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import RandomState
 
@@ -56,7 +57,7 @@ class Checkpoints:
         """Oldest first."""
         return complete_checkpoints(self.folder)
 
-    def save(self, engine: Any, progress: Progress) -> Path:
+    def save(self, engine: Any, progress: Progress, bank: MemoryBank | None = None) -> Path:
         """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last."""
         final = self.folder / f"step-{progress.step:08d}"
         temporary = self.folder / f"{final.name}.part"
@@ -72,7 +73,13 @@ class Checkpoints:
         )
         state = RandomState.capture(self.runtime.device)
         torch.save(
-            {**vars(progress), "world_size": self.runtime.world_size, "host": state.host, "device": state.device},
+            {
+                "progress": vars(progress),
+                "world_size": self.runtime.world_size,
+                "host": state.host,
+                "device": state.device,
+                "bank": None if bank is None else bank.state_dict(),
+            },
             temporary / f"rank-{self.runtime.rank:05d}.pt",
         )
         dist.barrier()
@@ -85,8 +92,8 @@ class Checkpoints:
         dist.barrier()
         return final
 
-    def load(self, engine: Any, checkpoint: Path) -> Progress:
-        """Continue from a checkpoint: weights, optimizer, scheduler, random numbers and place in the data.
+    def load(self, engine: Any, checkpoint: Path, bank: MemoryBank | None = None) -> Progress:
+        """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
 
         Raises:
             ConfigError: missing or damaged files, or another number of ranks.
@@ -108,9 +115,15 @@ class Checkpoints:
             ) from error
         if path is None:
             raise ConfigError(f"{checkpoint} holds no DeepSpeed state for this configuration")
-        RandomState(state.pop("host"), state.pop("device")).restore(self.runtime.device)
-        state.pop("world_size")
-        return Progress(**state)
+        if bank is not None:
+            if state["bank"] is None:
+                raise ConfigError(f"{checkpoint} holds no memory bank: resume without dsclr.negatives.bank")
+            try:
+                bank.load_state_dict(state["bank"], self.runtime.device)
+            except ValueError as error:
+                raise ConfigError(f"{checkpoint}: {error}; set dsclr.negatives.bank.size accordingly") from error
+        RandomState(state["host"], state["device"]).restore(self.runtime.device)
+        return Progress(**state["progress"])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from dsclr.models import (
     image_settings,
     save_trained,
 )
-from dsclr.negatives import KEY_SOURCES
+from dsclr.negatives import KEY_SOURCES, MemoryBank
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
 from dsclr.report.progress import ProgressDisplay
 from dsclr.report.run_folder import RunFolder
@@ -145,6 +145,8 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
+        bank = ours.negatives.bank
+        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age)
         self.progress = self._resume() if resume else Progress()
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
@@ -165,6 +167,7 @@ class _Run:
             plan.config.micro_batch_size,
             runtime.device,
             ours.model.logit_scale.max,
+            self.bank,
         )
         trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         logger.info(
@@ -185,7 +188,7 @@ class _Run:
         complete = self.checkpoints.complete()
         if not complete:
             raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
-        progress = self.checkpoints.load(self.engine, complete[-1])
+        progress = self.checkpoints.load(self.engine, complete[-1], self.bank)
         if self.runtime.is_main:
             truncate_after(self.plan.folder.metrics, progress.step)
             truncate_after(self.plan.folder.evaluations, progress.step)
@@ -204,7 +207,7 @@ class _Run:
             started = time.perf_counter()
             batch = next(batches)
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
-            result = self.step(batch)
+            result = self.step(batch, self.progress.step)
             seconds = time.perf_counter() - started
             self._advance()
             bad_in_a_row = 0 if result.applied and math.isfinite(result.loss) else bad_in_a_row + 1
@@ -222,10 +225,10 @@ class _Run:
             if every and self.progress.step % every == 0 and self.progress.step < last_step:
                 self._evaluate()
             if cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0:
-                self.checkpoints.save(self.engine, self.progress)
+                self.checkpoints.save(self.engine, self.progress, self.bank)
                 saved_at = self.progress.step
         if saved_at != self.progress.step:
-            self.checkpoints.save(self.engine, self.progress)
+            self.checkpoints.save(self.engine, self.progress, self.bank)
         if self.progress.step == self.plan.total_steps:
             # Not again for a finished run that is resumed: eval.jsonl would hold the step twice.
             if first_step < self.progress.step:

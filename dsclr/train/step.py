@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsclr.data import Batch
 from dsclr.losses import Keys, Loss
+from dsclr.negatives import MemoryBank
 from dsclr.train.engine import clamp_master, master_value
 
 KeySource = Callable[[Tensor, Tensor, Tensor], Keys]
@@ -48,6 +49,7 @@ class ContrastiveStep:
         micro_batch_size: rows a chunk.
         device: where the engine lives.
         max_logit_scale: the multiplicative scale is clamped to this after every step.
+        bank: further keys; every step's keys are added to it.
     """
 
     engine: Any
@@ -56,8 +58,14 @@ class ContrastiveStep:
     micro_batch_size: int
     device: torch.device
     max_logit_scale: float
+    bank: MemoryBank | None = None
 
-    def __call__(self, batch: Batch) -> StepResult:
+    def __call__(self, batch: Batch, number: int = 0) -> StepResult:
+        """
+        Args:
+            batch: this rank's rows.
+            number: of the step, from which the bank's rows age.
+        """
         chunks = [
             (start, min(start + self.micro_batch_size, len(batch.ids)))
             for start in range(0, len(batch.ids), self.micro_batch_size)
@@ -77,14 +85,19 @@ class ContrastiveStep:
         # The optimizer's fp32 value: a bf16 copy is only good to 1 %.
         log_scale_value = master_value(log_scale).requires_grad_(log_scale.requires_grad)
         ids = batch.ids.to(self.device, non_blocking=True)
-        output = self.loss_fn(a, b, log_scale_value.exp(), ids, self.key_source(a, b, ids))
+        keys = self.key_source(a, b, ids)
+        metrics = {}
+        if self.bank is not None:
+            keys = replace(keys, bank=self.bank.keys(number))
+            metrics = self.bank.metrics(number)
+        output = self.loss_fn(a, b, log_scale_value.exp(), ids, keys)
         output.loss.backward()
         grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in (a, b)]
 
-        for number, (start, end) in enumerate(chunks):
-            last = number == len(chunks) - 1
+        for index, (start, end) in enumerate(chunks):
+            last = index == len(chunks) - 1
             if len(chunks) > 1:
-                random_states[number].restore(self.device)
+                random_states[index].restore(self.device)
                 za, zb = self._encode(batch, start, end)
             else:
                 za, zb = graphs[0]
@@ -99,7 +112,9 @@ class ContrastiveStep:
         applied = self.engine.skipped_steps == skipped_before
         if log_scale.requires_grad:
             clamp_master(log_scale, math.log(self.max_logit_scale))
-        metrics = {name: float(value) for name, value in output.metrics.items()}
+        if self.bank is not None:
+            self.bank.add(keys.a, keys.b, keys.ids, number)
+        metrics.update((name, float(value)) for name, value in output.metrics.items())
         return StepResult(self._mean_over_ranks(output.loss), metrics, self._grad_norm(), applied)
 
     def _encode(self, batch: Batch, start: int, end: int) -> tuple[Tensor, Tensor]:

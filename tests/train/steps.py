@@ -138,7 +138,9 @@ def plain_step(config: Config, batch: Batch) -> dict[str, Any]:
         for a, b in zip(batch.a.split(config.micro_batch_size), batch.b.split(config.micro_batch_size), strict=True)
     ]
     a, b = (torch.cat([chunk[side] for chunk in chunks]) for side in (0, 1))
-    loss = dense_loss(a, b, model.logit_scale.exp()[0], batch.ids, config.dsclr.objective, config.dsclr.loss.k)
+    k = config.dsclr.loss.k
+    assert k != "all"
+    loss = dense_loss(a, b, model.logit_scale.exp()[0], batch.ids, config.dsclr.objective, k)
     loss.backward()
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:

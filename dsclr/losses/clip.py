@@ -1,0 +1,75 @@
+"""Streamed losses with the call of open_clip's ClipLoss, for training loops that already have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+
+from dsclr.losses.base import Keys
+from dsclr.losses.topk import TopKInfoNCE
+from dsclr.ops.native import Backend
+
+
+class StreamingClipLoss(nn.Module):
+    """``open_clip.ClipLoss`` without the similarity matrix.
+
+    With the defaults value and gradients are those of ``ClipLoss`` on one process: every other row is a negative. With
+    ``k`` only the k hardest negatives of each row count (:class:`TopKInfoNCE`).
+
+    Across ranks under DistributedDataParallel pass ``key_source=dsclr.negatives.gathered_keys``; loss and
+    gradients then equal ``ClipLoss(local_loss=True, gather_with_grad=True)``.
+    """
+
+    def __init__(
+        self,
+        k: int | Literal["all"] = "all",
+        *,
+        block_size: int | None = None,
+        tail: Literal["none", "lse"] = "none",
+        false_negative_margin: float | None = None,
+        backend: Backend = "auto",
+        key_source: Callable[[Tensor, Tensor, Tensor], Keys] | None = None,
+    ) -> None:
+        """
+        Args:
+            k, block_size, tail, false_negative_margin, backend: see :class:`TopKInfoNCE`.
+            key_source: ``(image_features, text_features, ids) -> Keys``; None: the rows of this call.
+        """
+        super().__init__()
+        self.loss_fn = TopKInfoNCE(
+            k,
+            block_size,
+            tail=tail,
+            false_negative_margin=false_negative_margin,
+            backend=backend,
+        )
+        self.key_source = key_source
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """
+        Args:
+            image_features, text_features: (N, D) L2-normalised.
+            logit_scale: the multiplicative scale, 0-dim.
+            output_dict: return ``{"contrastive_loss": loss}`` instead of the loss.
+            ids: (N,) int64; rows with equal ids are never each other's negatives. None: all differ, as in ClipLoss.
+
+        Raises:
+            ValueError: shapes that do not fit together, or a key_source without ids.
+        """
+        keys = None
+        if self.key_source is not None:
+            if ids is None:
+                raise ValueError("ids are needed with a key_source: they tell which keys are the rows themselves")
+            keys = self.key_source(image_features, text_features, ids)
+        loss = self.loss_fn(image_features, text_features, logit_scale, ids, keys).loss
+        return {"contrastive_loss": loss} if output_dict else loss

@@ -1,0 +1,108 @@
+"""A FIFO queue of embeddings of earlier batches, as further negatives (the queue of MoCo, He et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsclr.losses import Keys
+
+
+class MemoryBank:
+    """The newest ``size`` rows of earlier steps, detached, with their ids and the step they come from.
+
+    The embeddings age: they are of the weights of their step. Rows older than ``max_age`` steps are not handed out. A
+    stored copy of a row in the current batch shares its id and is therefore never a negative of it.
+    """
+
+    def __init__(self, size: int, max_age: int | None = None) -> None:
+        """
+        Args:
+            size: rows kept, at least 1.
+            max_age: in steps; None: any age.
+
+        Raises:
+            ValueError: out of range.
+        """
+        if size < 1:
+            raise ValueError(f"size = {size}, at least 1 is needed")
+        if max_age is not None and max_age < 1:
+            raise ValueError(f"max_age = {max_age}, at least 1 is needed")
+        self.size, self.max_age = size, max_age
+        # Slots are filled in a circle; the oldest row is overwritten first. Allocated with the first rows.
+        self._a: Tensor | None = None
+        self._b: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._steps = torch.full((size,), -1, dtype=torch.int64)
+        self._next = 0
+
+    def add(self, a: Tensor, b: Tensor, ids: Tensor, step: int) -> None:
+        """Store the rows of a step; of more than ``size``, the last.
+
+        Args:
+            a, b: (N, D) embeddings.
+            ids: (N,) int64.
+            step: number of the step they come from, rising.
+
+        Raises:
+            ValueError: another width or dtype than before.
+        """
+        a, b, ids = (x.detach()[-self.size :] for x in (a, b, ids))
+        if self._a is None or self._b is None or self._ids is None:
+            self._a, self._b = a.new_zeros((self.size, a.shape[1])), b.new_zeros((self.size, b.shape[1]))
+            self._ids = ids.new_zeros(self.size)
+        if a.shape[1] != self._a.shape[1] or a.dtype != self._a.dtype:
+            raise ValueError(
+                f"the memory bank holds rows of width {self._a.shape[1]}, {self._a.dtype}: got {a.shape[1]}, {a.dtype}"
+            )
+        first = min(len(ids), self.size - self._next)
+        for start, rows in ((self._next, slice(0, first)), (0, slice(first, None))):
+            slots = slice(start, start + len(ids[rows]))
+            self._a[slots], self._b[slots], self._ids[slots] = a[rows], b[rows], ids[rows]
+            self._steps[slots] = step
+        self._next = (self._next + len(ids)) % self.size
+
+    def keys(self, step: int) -> tuple[Keys, ...]:
+        """The rows young enough at ``step``, oldest first, as at most two views of the store."""
+        if self._a is None or self._b is None or self._ids is None:
+            return ()
+        oldest = 0 if self.max_age is None else max(0, step - self.max_age)
+        parts = []
+        for start, end in ((self._next, self.size), (0, self._next)):
+            # Within each part of the circle steps rise, and slots that were never filled (-1) come first.
+            start += int(torch.searchsorted(self._steps[start:end], oldest))
+            if start < end:
+                parts.append(Keys(self._a[start:end], self._b[start:end], self._ids[start:end]))
+        return tuple(parts)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """bank_rows: handed out at ``step``; bank_age: their mean age in steps."""
+        oldest = 0 if self.max_age is None else max(0, step - self.max_age)
+        steps = self._steps[self._steps >= oldest]
+        age = float((step - steps).double().mean()) if len(steps) else 0.0
+        return {"bank_rows": float(len(steps)), "bank_age": age}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, for a checkpoint; the tensors are the store itself."""
+        return {
+            "a": self._a,
+            "b": self._b,
+            "ids": self._ids,
+            "steps": self._steps,
+            "next": self._next,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from a state.
+
+        Raises:
+            ValueError: of a bank of another size.
+        """
+        if len(state["steps"]) != self.size:
+            raise ValueError(f"the saved memory bank has {len(state['steps'])} rows, this one {self.size}")
+        self._a, self._b, self._ids = (
+            None if x is None else x.to(device) for x in (state["a"], state["b"], state["ids"])
+        )
+        self._steps, self._next = state["steps"], state["next"]

@@ -1,0 +1,129 @@
+"""The C++ scan for CPUs: built on first use, kept in torch's extension cache, optional."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "torch", "native"]
+BACKENDS = ("auto", "torch", "native")
+SOURCE = Path(__file__).parent / "scan.cpp"
+
+
+class NativeUnavailable(RuntimeError):
+    """The C++ scan cannot be built here; the message says why."""
+
+
+def choose_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> Literal["torch", "native"]:
+    """What scans tensors of this kind.
+
+    "auto" takes the C++ scan on a CPU where it builds and PyTorch operations elsewhere; the choice is logged
+    once a process. float64, which only tests use, always goes to PyTorch.
+
+    Raises:
+        ValueError: an unknown name.
+        NativeUnavailable: "native" was asked for and does not exist here.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}, accepted: {', '.join(BACKENDS)}")
+    if backend == "torch":
+        return "torch"
+    if device.type != "cpu":
+        if backend == "native":
+            raise NativeUnavailable(f'backend = "native" is for CPU tensors, these are on {device}: use "auto"')
+        return "torch"
+    if dtype == torch.float64:
+        return "torch"
+    try:
+        native_ops()
+    except NativeUnavailable:
+        if backend == "native":
+            raise
+        _say_once()
+        return "torch"
+    return "native"
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning("the C++ scan is not available, PyTorch operations do its work: %s", _why_not())
+
+
+def _why_not() -> str:
+    try:
+        native_ops()
+    except NativeUnavailable as error:
+        return str(error)
+    return ""
+
+
+def native_ops() -> Any:
+    """``torch.ops.dsclr`` with the scan in it, built if need be.
+
+    Raises:
+        NativeUnavailable: no compiler, or it failed.
+    """
+    outcome = _load()
+    if isinstance(outcome, str):
+        raise NativeUnavailable(outcome)
+    return torch.ops.dsclr
+
+
+@functools.cache
+def _load() -> str | None:
+    """None once the operators exist, else why they do not."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install g++ or set CXX"
+    if shutil.which("ninja") is None and not _ninja_of_package():
+        return "there is no ninja; pip install ninja"
+    from torch.utils import cpp_extension
+
+    name = "dsclr_scan"
+    folder = Path(cpp_extension._get_build_directory(_tagged(name), verbose=False))
+    # torch waits for ever for a lock file that a killed build left behind; a lock the system holds dies with its owner.
+    with open(folder / "dsclr.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        if not any(folder.glob("*.so")):
+            logger.info("building the C++ scan in %s (once)", folder)
+        try:
+            cpp_extension.load(
+                name=name,
+                sources=[str(SOURCE)],
+                extra_cflags=["-O3", "-fopenmp"],
+                extra_ldflags=["-fopenmp"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, ImportError) as error:
+            return f"it does not build or load in {folder}: {str(error).strip().splitlines()[-1]}"
+    logger.info("the C++ scan is in use (%s)", torch.backends.cpu.get_cpu_capability())
+    return None
+
+
+def _ninja_of_package() -> bool:
+    """Whether the ninja package brings the program; it then joins the PATH."""
+    try:
+        import ninja
+    except ImportError:
+        return False
+    if not (Path(ninja.BIN_DIR) / "ninja").exists():
+        return False
+    os.environ["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
+    return True
+
+
+def _tagged(name: str) -> str:
+    # Builds of one source for several versions of torch or machines live side by side.
+    return f"{name}_{torch.__version__.replace('+', '_')}_{platform.machine()}"
