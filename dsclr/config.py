@@ -87,7 +87,9 @@ class DataConfig(Section):
     train: str | list[str] = Field(
         "demo:train", description="Shards: a path, URL, glob or brace pattern, a list of those, or demo:NAME."
     )
-    caption: str = Field("txt", description="Caption member: an extension, or json:FIELD.")
+    caption: str = Field(
+        "txt", description="Caption member: an extension, or json:FIELD (a string, or a list to draw from)."
+    )
     image: str = Field("jpg;jpeg;png;webp", description="Image members by extension, first present wins.")
     id: str = Field(
         "auto",

@@ -2,16 +2,17 @@
 
     python tools/bench_loss.py --output bench/loss.json
 
-Every repeat visits all cases in turn, so that a machine whose speed drifts treats them alike; a ratio is that of medians.
-Memory is the rise of a fresh process's peak over its inputs and gradients. Needs the extra ``bench`` for faiss and plots.
+Every repeat visits all cases in turn, so that a machine whose speed drifts treats them alike; a ratio is that of
+medians. Memory is the rise of a fresh process's peak over its inputs and gradients. Needs the extra ``bench`` for faiss
+and plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, TopKInfoNCE
+from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, Loss, TopKInfoNCE
 from dsclr.ops import NativeUnavailable, expected_skip_rate, sparse_scores, topk_scan, topk_scan_pair
 from dsclr.ops.native import choose_backend
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
@@ -101,7 +102,6 @@ def _cases(options: argparse.Namespace) -> dict[str, Case]:
         return run
 
     def one_direction(loss_fn: Any) -> Case:
-        # The objective has two directions; keys of b's side that are few leave one of M columns.
         def run() -> None:
             _clear(q, keys, scale)
             positive = (q * keys[:n]).sum(1)
@@ -240,7 +240,7 @@ def _synchronise(device: str) -> None:
 
 def _peak_of(name: str, n: int, dim: int, k: int, device: torch.device) -> int:
     """Bytes of a loss's forward and backward (clip, N rows) beyond inputs and gradients, in this process."""
-    losses = {"topk": TopKInfoNCE(k), "exact": ExactInfoNCE(), "dense": DenseInfoNCE()}
+    losses: dict[str, Loss] = {"topk": TopKInfoNCE(k), "exact": ExactInfoNCE(), "dense": DenseInfoNCE()}
     a, b = (_unit(n, dim, seed, device).requires_grad_() for seed in (0, 1))
     scale = torch.tensor(50.0, device=device, requires_grad=True)
     ids = torch.arange(n, device=device)
@@ -262,7 +262,7 @@ def _peak_of(name: str, n: int, dim: int, k: int, device: torch.device) -> int:
 
 
 def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _reset_peak() -> None:
@@ -292,9 +292,7 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
             table[name].append(int(done.stdout.split()[-1]) if done.returncode == 0 else None)
     table["topk_formula"] = [_formula(n, options.k) for n in options.memory_rows]
     table["dense / topk"] = [d / t if d and t else None for d, t in zip(table["dense"], table["topk"], strict=True)]
-    table["topk / formula"] = [
-        t / f if t else None for t, f in zip(table["topk"], table["topk_formula"], strict=True)
-    ]
+    table["topk / formula"] = [t / f if t else None for t, f in zip(table["topk"], table["topk_formula"], strict=True)]
     return table
 
 

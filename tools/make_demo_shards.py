@@ -34,6 +34,7 @@ STYLES = ("noto", "fluent")
 TRAIN_SHARDS = 4
 HELDOUT_CONCEPTS = 250  # samples of each style in the held-out set
 MAX_CAPTION_WORDS = 12
+CAPTION_VARIANTS = 7  # beside the caption itself
 MAX_TOTAL_BYTES = 11_500_000  # the shards travel inside the wheel, which has to stay small
 
 SKIN_TONES = {"1f3fb", "1f3fc", "1f3fd", "1f3fe", "1f3ff"}
@@ -72,6 +73,7 @@ class Emoji:
     hexcode: str  # normalised, see normalise_hexcode
     label: str
     caption: str
+    captions: list[str]  # the caption and others made of label and tags, for training
     group: str
     cls: int  # index of the group in the list of classes
     concept: int  # index of the concept; gender variants share it
@@ -116,6 +118,17 @@ def make_caption(label: str, tags: list[str], max_words: int = MAX_CAPTION_WORDS
             break
         caption = longer
     return caption
+
+
+def caption_variants(label: str, tags: list[str], seed: str) -> list[str]:
+    """make_caption of the label with seeded random halves of the tags in random order; repeats are left out."""
+    draw = random.Random(seed)
+    captions = [make_caption(label, tags)]
+    for _ in range(CAPTION_VARIANTS):
+        some = [tag for tag in tags if draw.random() < 0.5]
+        draw.shuffle(some)
+        captions.append(make_caption(label, some))
+    return list(dict.fromkeys(captions))
 
 
 def flatten_on_white(image: Image.Image) -> Image.Image:
@@ -235,6 +248,7 @@ def load_emoji(work: Path, size: int) -> tuple[list[Emoji], list[str]]:
             hexcode=hexcode,
             label=entry["label"],
             caption=make_caption(entry["label"], entry.get("tags", [])),
+            captions=caption_variants(entry["label"], entry.get("tags", []), hexcode),
             group=group,
             cls=classes.index(group),
             concept=concepts.setdefault(concept_key(hexcode), len(concepts)),
@@ -271,6 +285,7 @@ def write_shard(path: Path, emoji: list[Emoji], style: str, split: str, quality:
                 "concept": e.concept,
                 "hexcode": e.hexcode,
                 "label": e.label,
+                "captions": e.captions,
                 "style": style,
                 "group": e.group,
                 "split": split,

@@ -35,7 +35,7 @@ def build_train_dataset(
     """
     augment: Augmentation = cfg.augment or ("simclr" if objective == "simclr" else "light")
     transform = build_transform(settings, augment, crop_scale=cfg.crop_scale, flip=cfg.flip)
-    return _dataset(cfg, "dsclr.data.train", objective, transform, tokenizer, seed)
+    return _dataset(cfg, "dsclr.data.train", objective, transform, tokenizer, seed, choose_caption=True)
 
 
 def build_train_loader(
@@ -80,7 +80,7 @@ def build_eval_loader(
     """
     held_out = cfg.model_copy(update={"train": shards, "shuffle": False})
     objective = "simclr" if tokenizer is None else "clip"
-    dataset = _dataset(held_out, where, objective, build_transform(settings, "none"), tokenizer, 0)
+    dataset = _dataset(held_out, where, objective, build_transform(settings, "none"), tokenizer, 0, False)
     positions = list(range(dataset.order.epoch_samples))
     tasks = [positions[i : i + batch_size] for i in range(0, len(positions), batch_size)]
     return DataLoader(dataset, batch_sampler=tasks, collate_fn=collate, generator=torch.Generator())
@@ -93,6 +93,7 @@ def _dataset(
     transform: v2.Compose,
     tokenizer: Tokenizer | None,
     seed: int,
+    choose_caption: bool,
 ) -> ShardDataset:
     cache_dir = Path(cfg.cache_dir) if cfg.cache_dir else default_cache_dir()
     reader = ShardReader(expand_shards(cfg.train, where), cache_dir, open_files=2 * cfg.shuffle_shards)
@@ -109,4 +110,5 @@ def _dataset(
         transform=transform,
         tokenizer=tokenizer if objective == "clip" else None,
         seed=seed,
+        choose_caption=choose_caption,
     )

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from dsclr.config import ConfigError
-from dsclr.data.decode import BadSample, Members, Tokenizer, hash_id, read_caption, read_id, read_image
+from dsclr.data.decode import BadSample, Members, Tokenizer, hash_id, read_captions, read_id, read_image
 from dsclr.data.index import Entry, load_index
 from dsclr.data.order import SampleOrder
 from dsclr.data.shards import local_tar
@@ -112,6 +112,7 @@ class ShardDataset(Dataset):
         transform: of every view.
         tokenizer: of open_clip; None: ``b`` is a second view of the image.
         seed: of the augmentations, with the position.
+        choose_caption: where a sample has several captions, draw one; False: the first.
     """
 
     reader: ShardReader
@@ -122,6 +123,7 @@ class ShardDataset(Dataset):
     transform: v2.Compose
     tokenizer: Tokenizer | None
     seed: int
+    choose_caption: bool = True
 
     def __getitem__(self, position: int) -> Sample | Skipped:
         _, shard, sample = self.order.locate(position)
@@ -133,14 +135,16 @@ class ShardDataset(Dataset):
             return Skipped(position, str(self.reader.shards[shard]), key, bad.cause, str(bad))
 
     def _row(self, position: int, shard: str, key: str, members: Members) -> Sample:
-        caption = None
+        captions: list[str] = []
         if self.tokenizer is not None or self.id_source == "caption":
-            caption = read_caption(members, self.caption)
+            captions = read_captions(members, self.caption)
         image = read_image(members, self.image)
         seed = hash_id(f"{self.seed} {position}")
         a = seeded(self.transform, image, seed)
         if self.tokenizer is None:
             b = seeded(self.transform, image, seed + 1)
         else:
-            b = self.tokenizer([caption or ""])[0].to(torch.int64)
-        return Sample(a, b, read_id(members, self.id_source, shard, key, caption), position)
+            # Several captions: another one each time the sample comes round, the same whichever process reads it.
+            caption = captions[seed % len(captions)] if self.choose_caption else captions[0]
+            b = self.tokenizer([caption])[0].to(torch.int64)
+        return Sample(a, b, read_id(members, self.id_source, shard, key, captions), position)

@@ -62,28 +62,29 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_caption(members: Members, source: str) -> str:
-    """The caption from member ``source`` ("txt", or "json:FIELD"), stripped.
+def read_captions(members: Members, source: str) -> list[str]:
+    """All captions of a sample, stripped: of member ``source`` ("txt": one), or of "json:FIELD", a string or a list.
 
     Raises:
-        BadSample: missing_caption or empty_caption.
+        BadSample: missing_caption, broken_caption or empty_caption.
     """
     if source.startswith("json:"):
         value = read_json_field(members, source.removeprefix("json:"), "missing_caption")
-        if not isinstance(value, str):
-            raise BadSample("missing_caption", f"{source} is {value!r}, a string is expected")
-        caption = value
+        found = value if isinstance(value, list) else [value]
+        captions = [caption for caption in found if isinstance(caption, str)]
+        if not captions or len(captions) < len(found):
+            raise BadSample("missing_caption", f"{source} is {value!r}, a string or a list of strings is expected")
     elif source in members:
         try:
-            caption = members[source].decode("utf-8")
+            captions = [members[source].decode("utf-8")]
         except UnicodeDecodeError as error:
             raise BadSample("broken_caption", f"{source} is not UTF-8: {error}") from None
     else:
         raise BadSample("missing_caption", f"no {source} among {', '.join(sorted(members))}")
-    caption = caption.strip()
-    if not caption:
+    captions = [caption.strip() for caption in captions]
+    if not all(captions):
         raise BadSample("empty_caption", f"{source} holds no text")
-    return caption
+    return captions
 
 
 def read_json_field(members: Members, field: str, cause: str) -> object:
@@ -96,14 +97,15 @@ def read_json_field(members: Members, field: str, cause: str) -> object:
         raise BadSample("broken_json", str(error)) from None
 
 
-def read_id(members: Members, source: str, shard: str, key: str, caption: str | None) -> int:
+def read_id(members: Members, source: str, shard: str, key: str, captions: list[str]) -> int:
     """The int64 that tells which samples are the same.
 
     Args:
-        source: "caption", "key" (shard and key), "cls", or "json:FIELD".
+        source: "caption" (all of them together), "key" (shard and key), "cls", or "json:FIELD".
+        captions: of the sample; empty where it has none.
     """
-    if source == "caption" and caption is not None:
-        return hash_id(caption)
+    if source == "caption" and captions:
+        return hash_id("\0".join(captions))
     if source == "cls":
         if "cls" not in members:
             raise BadSample("missing_id", f"no cls among {', '.join(sorted(members))}")

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsclr.ops.precision import inner_roundoff
+
 Precision = Literal["auto", "input", "bf16", "fp32"]
 PRECISIONS = ("auto", "input", "bf16", "fp32")
 # Rows whose norms are taken at once.
@@ -98,7 +100,7 @@ def error_bound(q: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != wide:
         bound = bound + torch.finfo(dtype).eps * rounded_norms + torch.finfo(dtype).tiny
     elif wide == torch.float32:
-        bound = bound + 2.5 * _inner_roundoff(q.device) * rounded_norms
+        bound = bound + 2.5 * inner_roundoff(q.device) * rounded_norms
     # The norms are float32 sums themselves.
     return bound * (1 + 1e-3) + dim * torch.finfo(wide).tiny
 
@@ -114,15 +116,6 @@ def _norms(x: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Te
             lost = torch.linalg.vector_norm(exact - rows.to(dtype).to(wide), dim=1)
         rounding.append(lost)
     return torch.cat(norms), torch.cat(rounding)
-
-
-def _inner_roundoff(device: torch.device) -> float:
-    """Unit roundoff of the factors inside a float32 matrix product, 0 if they stay float32."""
-    if torch.get_float32_matmul_precision() == "highest":
-        return 0.0
-    if device.type == "cuda" and torch.get_float32_matmul_precision() == "high":
-        return 2.0**-10
-    return 2.0**-8
 
 
 def _bf16_is_fast(device: torch.device) -> bool:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsclr.ops.precision import as_written
+
 # Scores in a tile: enough for fast matrix products, little memory (64 MiB in fp32).
 TILE_SCORES = 1 << 24
 
 
+@as_written
 def streamed_infonce(
     q: Tensor,
     keys: Tensor,
@@ -70,6 +73,7 @@ def streamed_infonce(
     return _attach(loss, inputs, grads)
 
 
+@as_written
 def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
     """The mean of :func:`streamed_infonce` of a against b and of b against a, each tile computed for both.
 
@@ -107,6 +111,7 @@ def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Te
     return _attach(loss, inputs, grads)
 
 
+@as_written
 def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
     """:func:`streamed_infonce` of z against itself, from the upper triangle of the matrix.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsclr.ops.collect import COLLECTORS, Counts, Problem
 from dsclr.ops.native import Backend, choose_backend
+from dsclr.ops.precision import as_written
 from dsclr.ops.products import Precision, Products, make_products
 from dsclr.ops.tail import TailSum
 
@@ -70,6 +71,7 @@ class TopK:
 
 
 @torch.no_grad()
+@as_written
 def topk_scan(
     q: Tensor,
     keys: Tensor,
@@ -136,6 +138,7 @@ def topk_scan(
 
 
 @torch.no_grad()
+@as_written
 def topk_scan_pair(
     a: Tensor,
     b: Tensor,
@@ -193,6 +196,7 @@ def topk_scan_pair(
 
 
 @torch.no_grad()
+@as_written
 def topk_scan_self(
     z: Tensor,
     k: int,

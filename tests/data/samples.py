@@ -34,7 +34,9 @@ def write_shard(path: Path, numbers: range | list[int], broken: tuple[int, ...] 
         for number in numbers:
             add(tar, f"{number:06d}.png", b"broken" if number in broken else picture(number))
             add(tar, f"{number:06d}.txt", f"picture number {number}".encode())
-            add(tar, f"{number:06d}.json", json.dumps({"number": number}).encode())
+            # of several captions the number at the end tells which: the first is the number itself
+            captions = [f"one {number}", f"two {number + 1000}", f"three {number + 2000}"]
+            add(tar, f"{number:06d}.json", json.dumps({"number": number, "captions": captions}).encode())
             add(tar, f"{number:06d}.cls", str(number % 3).encode())
     return path
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsclr.data.decode import BadSample, hash_id, read_caption, read_id, read_image
+from dsclr.data.decode import BadSample, hash_id, read_captions, read_id, read_image
 
 
 def encode(image, kind="PNG", **options):
@@ -83,8 +83,9 @@ def test_a_decompression_bomb(monkeypatch):
 
 
 def test_captions():
-    assert read_caption({"txt": b" a fox\n"}, "txt") == "a fox"
-    assert read_caption({"json": b'{"c": "b\\u00e9b\\u00e9"}'}, "json:c") == "b\u00e9b\u00e9"
+    assert read_captions({"txt": b" a fox\n"}, "txt") == ["a fox"]
+    assert read_captions({"json": b'{"c": "b\\u00e9b\\u00e9"}'}, "json:c") == ["b\u00e9b\u00e9"]
+    assert read_captions({"json": b'{"c": ["a fox", " a red fox "]}'}, "json:c") == ["a fox", "a red fox"]
 
 
 @pytest.mark.parametrize(
@@ -97,20 +98,25 @@ def test_captions():
         ({"json": b"[]"}, "json:c", "broken_json"),
         ({"json": b"{}"}, "json:c", "missing_caption"),
         ({"json": b'{"c": 3}'}, "json:c", "missing_caption"),
+        ({"json": b'{"c": []}'}, "json:c", "missing_caption"),
+        ({"json": b'{"c": ["a fox", 3]}'}, "json:c", "missing_caption"),
+        ({"json": b'{"c": ["a fox", " "]}'}, "json:c", "empty_caption"),
         ({}, "json:c", "missing_caption"),
     ],
 )
 def test_captions_that_cannot_be_used(members, source, cause):
     with pytest.raises(BadSample) as error:
-        read_caption(members, source)
+        read_captions(members, source)
     assert error.value.cause == cause
 
 
 def test_ids():
-    assert read_id({}, "caption", "s", "k", "a fox") == hash_id("a fox") == read_id({}, "caption", "t", "l", "a fox")
-    assert read_id({}, "key", "s", "k", None) != read_id({}, "key", "s", "l", None)
-    assert read_id({"cls": b"3\n"}, "cls", "s", "k", None) == read_id({"cls": b"3"}, "cls", "t", "l", None)
-    assert read_id({"json": b'{"c": 1}'}, "json:c", "s", "k", None) == hash_id("1")
+    assert (
+        read_id({}, "caption", "s", "k", ["a fox"]) == hash_id("a fox") == read_id({}, "caption", "t", "l", ["a fox"])
+    )
+    assert read_id({}, "key", "s", "k", []) != read_id({}, "key", "s", "l", [])
+    assert read_id({"cls": b"3\n"}, "cls", "s", "k", []) == read_id({"cls": b"3"}, "cls", "t", "l", [])
+    assert read_id({"json": b'{"c": 1}'}, "json:c", "s", "k", []) == hash_id("1")
     with pytest.raises(BadSample, match="missing_id"):
-        read_id({}, "cls", "s", "k", None)
+        read_id({}, "cls", "s", "k", [])
     assert 0 <= hash_id("x") < 2**63

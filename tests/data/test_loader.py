@@ -57,6 +57,22 @@ def test_same_for_any_number_of_workers(cfg):
         assert equal(alone, take(cfg.model_copy(update={"workers": workers}), 7, 9)[0])
 
 
+def test_of_several_captions_every_pass_draws_one(cfg):
+    several = cfg.model_copy(update={"caption": "json:captions"})
+    batches, _ = take(several, 6, 20)
+    rows = flat(numbers(batches))
+    drawn = [number // 1000 for number in rows]
+    assert {0, 1, 2} == set(drawn)
+    assert drawn[:30] != drawn[30:60]
+    assert sorted(number % 1000 for number in rows[:30]) == list(range(30))
+    ids = torch.cat([batch.ids for batch in batches])
+    # whichever caption was drawn, the sample stays the same sample
+    assert len(ids.unique()) == 30
+    assert equal(batches, take(several.model_copy(update={"workers": 2}), 6, 20)[0])
+    held_out = build_eval_loader(several, several.train, SETTINGS, tokenize, 8)
+    assert flat(task.b[:, 0].tolist() for task in held_out) == list(range(30))
+
+
 def test_a_global_batch_is_the_same_for_any_number_of_ranks(cfg):
     whole, _ = take(cfg, 8, 6)
     parts = [take(cfg, 4, 6, rank=rank, world_size=2)[0] for rank in range(2)]

@@ -69,8 +69,11 @@ def weights(folder):
     return {**load_file(folder / "adapter_model.safetensors"), **load_file(folder / "extras.safetensors")}
 
 
-def test_ten_steps_equal_five_then_five(small, tmp_path):
-    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
+@pytest.mark.parametrize(
+    "options", [[], ["--set", 'dsclr.negatives.bank={"size":40,"max_age":3}']], ids=["plain", "bank"]
+)
+def test_ten_steps_equal_five_then_five(small, tmp_path, options):
+    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small), *options]
     command([*train, "--set", "dsclr.run.name=whole"], tmp_path)
     command([*train, "--set", "dsclr.run.name=parts", "--max-steps", "5"], tmp_path)
     assert not (tmp_path / "runs/parts/adapter").exists()
@@ -83,6 +86,10 @@ def test_ten_steps_equal_five_then_five(small, tmp_path):
     ours, theirs = (weights(tmp_path / f"runs/{name}/adapter") for name in ("whole", "parts"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if options:
+        # a batch of 16, at most 3 steps back, at most 40 rows
+        assert [line["bank_rows"] for line in whole[:5]] == [0, 16, 32, 40, 40]
+        assert whole[-1]["bank_share"] > 0
     expected = {
         "step", "samples_seen", "loss", "learning_rate", "logit_scale", "grad_norm", "skip_rate",
         "samples_per_second", "step_seconds", "peak_bytes", "skipped_steps",
@@ -137,6 +144,22 @@ def test_quickstart_configuration_trains_and_evaluates(tmp_path, capsys):
     for when, record in zip(("before", "after"), evaluations, strict=True):
         for name, value in results[when].items():
             assert value == pytest.approx(record[name], abs=0.009)  # the checkpointed blocks round differently
+
+
+def test_two_views_of_images_without_captions(small, tmp_path):
+    words = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
+    for override in (
+        "dsclr.objective=simclr",
+        'dsclr.model.lora.towers=["image"]',
+        "dsclr.model.projection={}",
+        "dsclr.loss.tail=lse",
+        "dsclr.run.max_steps=2",
+    ):
+        words += ["--set", override]
+    command(words, tmp_path)
+    records = lines(tmp_path / "runs/small/metrics.jsonl")
+    assert all(0 < record["loss"] < 10 and 0 < record["captured_mass"] <= 1 for record in records)
+    assert (tmp_path / "runs/small/adapter/adapter_model.safetensors").is_file()
 
 
 def test_torchrun_with_two_ranks(small, tmp_path):
@@ -208,6 +231,11 @@ def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
         (["dsclr.model.pretrained=missing.safetensors"], "missing.safetensors"),
         (["dsclr.loss.name=my_pkg.losses:MyLoss"], "does not import"),
         (["dsclr.loss.name=triplet"], "accepted: dense"),
+        (["dsclr.loss.name=dense", "dsclr.loss.tail=lse"], "dense has no such option"),
+        (["dsclr.loss.false_negative_margin=3"], "dsclr.loss.false_negative_margin"),
+        (["dsclr.loss.k=some"], "dsclr.loss.k"),
+        (["dsclr.loss.k=60", 'dsclr.negatives.bank={"size":40}'], "only 55 valid negatives exist (N = 16, memory bank"),
+        (['dsclr.negatives.bank={"size":0}'], "dsclr.negatives.bank.size"),
         (['fp16={"enabled": true}'], "fp16 does not run on a CPU"),
         (["zero_optimization.stage=3"], "stages 0, 1 and 2"),
         (["optimizer=null"], 'no "optimizer"'),

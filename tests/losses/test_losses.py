@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, StreamingClipLoss, TopKInfoNCE
+from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, Loss, StreamingClipLoss, TopKInfoNCE
 from dsclr.ops import collect, streamed
 from tests.oracle import dense_loss
 
@@ -287,21 +290,21 @@ def test_bank_margin_and_tail_equal_the_oracle(objective, bank_kind, margin, kin
         "two_segments": (bank_of(7, 6, generator), bank_of(25, 6, generator)),
     }[bank_kind]
     k = 5 if kind in ("topk", "tail") else None
-    options = {"objective": objective, "false_negative_margin": margin}
-    loss_fn = {
+    options: dict[str, Any] = {"objective": objective, "false_negative_margin": margin}
+    makers: dict[str, Callable[[], Loss]] = {
         "topk": lambda: TopKInfoNCE(5, block_size=4, **options),
         "tail": lambda: TopKInfoNCE(5, block_size=4, tail="lse", **options),
         "exact": lambda: ExactInfoNCE(**options),
         "all": lambda: TopKInfoNCE("all", **options),
         "dense": lambda: DenseInfoNCE(**options),
-    }[kind]()
+    }
+    loss_fn = makers[kind]()
+    outputs = []
 
     def ours(a, b, s):
-        nonlocal output
-        output = loss_fn(a, b, s, ids, Keys(a, b, ids, bank))
-        return output.loss
+        outputs.append(loss_fn(a, b, s, ids, Keys(a, b, ids, bank)))
+        return outputs[0].loss
 
-    output = None
     _, mass, dropped = loss_by_hand(a, b, scale, ids, objective, bank, margin, k)
     loss, grads = value_and_grads(ours, a, b, scale)
     expected, expected_grads = value_and_grads(
@@ -311,13 +314,13 @@ def test_bank_margin_and_tail_equal_the_oracle(objective, bank_kind, margin, kin
     for x, y in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
     if k is not None:
-        assert output is not None
+        metrics = outputs[0].metrics
         # of the 42 rows of simclr 32 are sampled
         near = 0.1 if kind == "topk" and objective == "simclr" else 1e-9
-        assert float(output.metrics["captured_mass"]) == pytest.approx(mass, abs=near)
-        assert ("bank_share" in output.metrics) == bool(bank)
+        assert float(metrics["captured_mass"]) == pytest.approx(mass, abs=near)
+        assert ("bank_share" in metrics) == bool(bank)
         if margin is not None:
-            assert output.metrics["false_negatives"] == pytest.approx(dropped)
+            assert metrics["false_negatives"] == pytest.approx(dropped)
 
 
 def test_captured_mass_tells_a_k_that_is_large_enough():
@@ -373,3 +376,15 @@ def test_drop_in_with_a_key_source_needs_ids():
 def test_wrong_topk_options(options, message):
     with pytest.raises(ValueError, match=message):
         TopKInfoNCE(**options)
+
+
+@pytest.mark.parametrize("k", ["all", 7])
+def test_autocast_around_the_loss_changes_nothing(k):
+    generator = torch.Generator().manual_seed(6)
+    a, b = rows(64, 16, generator, torch.float32), rows(64, 16, generator, torch.float32)
+    loss_fn, scale = StreamingClipLoss(k), torch.tensor(100.0)
+    plain, plain_grads = value_and_grads(loss_fn, a, b, scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, inside_grads = value_and_grads(loss_fn, a, b, scale)
+    assert torch.equal(plain, inside)
+    assert all(torch.equal(x, y) for x, y in zip(plain_grads, inside_grads, strict=True))

@@ -252,6 +252,22 @@ def test_an_order_sorted_by_class_skips_more_than_chance():
     assert abs(topk_scan(q, shuffled, 16, block_size=128).stats.skip_rate - expected) < 0.02
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_reduced_float32_products_are_allowed_for(precision):
+    q, keys = unit(100, 48, 0), unit(900, 48, 1)
+    expected = topk_scan(q, keys, 12)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        bound = error_bound(q, keys, torch.float32)
+        reduced = topk_scan(q, keys, 12)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert same(reduced, expected)
+    # what rounding both factors to bfloat16 can take away
+    assert (bound > 2**-8).all()
+
+
 def test_no_query():
     top = topk_scan(torch.empty(0, 4), torch.randn(3, 4), 2)
     assert top.values.shape == top.indices.shape == (0, 2)
