@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsclr.ops.masks import SameIds
 from dsclr.ops.native import native_ops
 
 # Elements of a temporary of the exact parts (32 MiB in float64).
@@ -36,6 +37,7 @@ class Problem:
         keep: candidates a row has room for, more than k.
         margin: (N,) twice the error bound of a tile entry.
         q_ids, key_ids: (N,), (M,) int64 or None; equal ids are no candidates.
+        same: the pairs of equal ids; None without ids.
         limit: (N,) or None: scores above it are no candidates.
         offset: index of the first key.
         values, indices: (N, k) result of earlier keys, or None.
@@ -48,6 +50,7 @@ class Problem:
     margin: Tensor
     q_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    same: SameIds | None = None
     limit: Tensor | None = None
     offset: int = 0
     values: Tensor | None = None
@@ -65,6 +68,7 @@ class Problem:
             self.margin[part],
             cut(self.q_ids),
             self.key_ids,
+            None if self.same is None else self.same.part(part),
             cut(self.limit),
             self.offset,
             cut(self.values),
@@ -111,8 +115,8 @@ class TorchCollector:
         rows = slice(first_row, first_row + scores.shape[0])
         columns = slice(first_key, first_key + scores.shape[1])
         kth, margin = self.kth[rows], p.margin[rows]
-        if p.q_ids is not None and p.key_ids is not None:
-            scores.masked_fill_(p.q_ids[rows, None] == p.key_ids[None, columns], -torch.inf)
+        if p.same is not None:
+            p.same.fill_(scores, rows, columns, -torch.inf)
         if p.limit is not None:
             over = scores > (p.limit[rows] + margin)[:, None]
             counts.scores_over_limit += int(over.sum())

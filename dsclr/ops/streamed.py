@@ -8,12 +8,14 @@ itself is visited in its upper triangle only. Memory is linear in the number of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsclr.ops.masks import SameIds
 from dsclr.ops.precision import as_written
 
 # Scores in a tile: enough for fast matrix products, little memory (64 MiB in fp32).
@@ -51,8 +53,9 @@ def streamed_infonce(
         graph, keys_graph = _needed(*inputs), _needed(keys)
         grad_q = torch.empty_like(q, dtype=wide)
         grad_keys = torch.zeros_like(keys, dtype=wide)
+        tiles = _Tiles(q, keys, s, SameIds(q_ids, key_ids), limit)
         for rows in _row_tiles(len(q), len(keys)):
-            logits = _logits(q[rows], keys, q_ids[rows], key_ids, s, None if limit is None else limit[rows])
+            logits = tiles.logits(rows)
             top = _finite_max(logits, 1)
             # exp(logits - top) serves the sum and, rescaled by row, the softmax.
             weights = logits.sub_(top[:, None]).exp_()
@@ -88,8 +91,9 @@ def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Te
     with torch.no_grad():
         s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
         by_row, by_column = torch.empty_like(p), s * p
+        tiles = _Tiles(a, b, s, SameIds(ids, ids))
         for rows in _row_tiles(len(a), len(b)):
-            logits = _logits(a[rows], b, ids[rows], ids, s)
+            logits = tiles.logits(rows)
             by_row[rows] = torch.logaddexp(_logsumexp(logits, 1), s * p[rows])
             by_column = torch.logaddexp(by_column, _logsumexp(logits, 0))
         loss = (by_row + by_column - 2 * s * p).mean() / 2
@@ -98,7 +102,7 @@ def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Te
         grad_a = torch.empty_like(a, dtype=wide)
         grad_b = torch.zeros_like(b, dtype=wide)
         for rows in _row_tiles(len(a), len(b)):
-            logits = _logits(a[rows], b, ids[rows], ids, s)
+            logits = tiles.logits(rows)
             weights = (logits - by_row[rows, None]).exp_()
             weights += logits.sub_(by_column).exp_()
             weights = weights.to(a.dtype)
@@ -126,8 +130,9 @@ def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tenso
     with torch.no_grad():
         s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
         normaliser = s * p
+        tiles = _Tiles(z, z, s, SameIds(ids, ids))
         for rows in _row_tiles(len(z), len(z)):
-            logits = _logits(z[rows], z[rows.start :], ids[rows], ids[rows.start :], s)
+            logits = tiles.logits(rows, rows.start)
             normaliser[rows] = torch.logaddexp(normaliser[rows], _logsumexp(logits, 1))
             right = logits[:, rows.stop - rows.start :]
             normaliser[rows.stop :] = torch.logaddexp(normaliser[rows.stop :], _logsumexp(right, 0))
@@ -136,7 +141,7 @@ def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tenso
             return loss
         grad_z = torch.zeros_like(z, dtype=wide)
         for rows in _row_tiles(len(z), len(z)):
-            logits = _logits(z[rows], z[rows.start :], ids[rows], ids[rows.start :], s)
+            logits = tiles.logits(rows, rows.start)
             weights = (logits - normaliser[rows, None]).exp_()
             weights += logits.sub_(normaliser[rows.start :]).exp_()
             weights = weights.to(z.dtype)
@@ -160,14 +165,31 @@ def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + height, rows))
 
 
-def _logits(
-    q: Tensor, keys: Tensor, q_ids: Tensor, key_ids: Tensor, scale: Tensor, limit: Tensor | None = None
-) -> Tensor:
-    logits = (q @ keys.T).to(scale.dtype)
-    if limit is not None:
-        logits.masked_fill_(logits > limit[:, None], -torch.inf)
-    logits.mul_(scale)
-    return logits.masked_fill_(q_ids[:, None] == key_ids[None, :], -torch.inf)
+@dataclass(frozen=True)
+class _Tiles:
+    """Logits of some rows with the keys; masked pairs are -inf.
+
+    Attributes:
+        q: (N, D). keys: (M, D). scale: 0-dim, its dtype is the logits'.
+        same: pairs that are no negatives. limit: (N,) scores above it are no negatives either.
+    """
+
+    q: Tensor
+    keys: Tensor
+    scale: Tensor
+    same: SameIds
+    limit: Tensor | None = None
+
+    def logits(self, rows: slice, first_key: int = 0) -> Tensor:
+        """(R, M - first_key)."""
+        columns = slice(first_key, len(self.keys))
+        logits = (self.q[rows] @ self.keys[columns].T).to(self.scale.dtype)
+        over = None if self.limit is None else logits > self.limit[rows, None]
+        # Scale, then mask: the other way round would leave NaN where the scale is 0.
+        logits.mul_(self.scale)
+        if over is not None:
+            logits.masked_fill_(over, -torch.inf)
+        return self.same.fill_(logits, rows, columns, -torch.inf)
 
 
 def _finite_max(logits: Tensor, dim: int) -> Tensor:

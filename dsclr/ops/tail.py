@@ -25,8 +25,8 @@ class TailSum:
         scores = (tile.T if by_column else tile).to(self.lse.dtype, copy=True)
         rows = slice(first_row, first_row + scores.shape[0])
         columns = slice(first_key, first_key + scores.shape[1])
-        if p.q_ids is not None and p.key_ids is not None:
-            scores.masked_fill_(p.q_ids[rows, None] == p.key_ids[None, columns], -torch.inf)
+        if p.same is not None:
+            p.same.fill_(scores, rows, columns, -torch.inf)
         if p.limit is not None:
             scores.masked_fill_(scores > p.limit[rows, None], -torch.inf)
         scores.mul_(self.scale)

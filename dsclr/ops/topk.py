@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsclr.ops.collect import COLLECTORS, Counts, Problem
+from dsclr.ops.masks import SameIds
 from dsclr.ops.native import Backend, choose_backend
 from dsclr.ops.precision import as_written
 from dsclr.ops.products import Precision, Products, make_products
@@ -173,7 +174,7 @@ def topk_scan_pair(
     block = block_size or DEFAULT_BLOCK_SIZE
     collector = COLLECTORS[choose_backend(backend, a.device, a.dtype)]
     by_row = _problem(products, k, ids, ids, limit, 0, None)
-    by_column = Problem(b, a, k, _room(k, products), 2 * margin, ids, ids, limit)
+    by_column = Problem(b, a, k, _room(k, products), 2 * margin, ids, ids, by_row.same, limit)
     tails = () if lse_scale is None else (TailSum(by_row, lse_scale), TailSum(by_column, lse_scale))
     row_counts, column_counts = Counts(), Counts()
     columns_running = collector(by_column, column_counts)
@@ -222,7 +223,8 @@ def topk_scan_self(
     margin = torch.full_like(products.margin, float(products.margin.amax()) if len(z) else 0.0)
     block = block_size or DEFAULT_BLOCK_SIZE
     counts = Counts()
-    problem = Problem(z, z, k, _room(k, products), 2 * margin, ids, ids, limit)
+    same = None if ids is None else SameIds(ids, ids)
+    problem = Problem(z, z, k, _room(k, products), 2 * margin, ids, ids, same, limit)
     tail = None if lse_scale is None else TailSum(problem, lse_scale)
     running = COLLECTORS[choose_backend(backend, z.device, z.dtype)](problem, counts)
     buffer = _buffer(products, min(len(z), block), min(len(z), block))
@@ -281,7 +283,8 @@ def _problem(
     key_ids, _ = _plain(key_ids, None, products)
     values, indices = (None, None) if initial is None else (initial.values, initial.indices)
     keep, margin = _room(k, products), 2 * products.margin
-    return Problem(products.q, products.keys, k, keep, margin, q_ids, key_ids, limit, offset, values, indices)
+    same = None if q_ids is None or key_ids is None else SameIds(q_ids, key_ids)
+    return Problem(products.q, products.keys, k, keep, margin, q_ids, key_ids, same, limit, offset, values, indices)
 
 
 def _plain(ids: Tensor | None, limit: Tensor | None, products: Products) -> tuple[Tensor | None, Tensor | None]:
