@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dsclr.ops.masks import SameIds
+from dsclr.ops.native import choose_backend, native_ops
 from dsclr.ops.precision import as_written
 
 # Scores in a tile: enough for fast matrix products, little memory (64 MiB in fp32).
@@ -55,11 +56,9 @@ def streamed_infonce(
         grad_keys = torch.zeros_like(keys, dtype=wide)
         tiles = _Tiles(q, keys, s, SameIds(q_ids, key_ids), limit)
         for rows in _row_tiles(len(q), len(keys)):
-            logits = tiles.logits(rows)
-            top = _finite_max(logits, 1)
             # exp(logits - top) serves the sum and, rescaled by row, the softmax.
-            weights = logits.sub_(top[:, None]).exp_()
-            normaliser[rows] = torch.logaddexp(top + weights.sum(1).log(), s * p[rows])
+            weights, top, total = _exponentials(tiles.scores(rows), s)
+            normaliser[rows] = torch.logaddexp(top + total.log(), s * p[rows])
             if graph:
                 rescale = (top - normaliser[rows]).exp()[:, None]
                 weights = weights.to(q.dtype)
@@ -167,7 +166,7 @@ def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Logits of some rows with the keys; masked pairs are -inf.
+    """Scores and logits of some rows with the keys; masked pairs are -inf. The scale is positive.
 
     Attributes:
         q: (N, D). keys: (M, D). scale: 0-dim, its dtype is the logits'.
@@ -180,16 +179,28 @@ class _Tiles:
     same: SameIds
     limit: Tensor | None = None
 
+    def scores(self, rows: slice, first_key: int = 0) -> Tensor:
+        """(R, M - first_key), before the scale; -inf where masked."""
+        columns = slice(first_key, len(self.keys))
+        scores = (self.q[rows] @ self.keys[columns].T).to(self.scale.dtype)
+        if self.limit is not None:
+            scores.masked_fill_(scores > self.limit[rows, None], -torch.inf)
+        return self.same.fill_(scores, rows, columns, -torch.inf)
+
     def logits(self, rows: slice, first_key: int = 0) -> Tensor:
         """(R, M - first_key)."""
-        columns = slice(first_key, len(self.keys))
-        logits = (self.q[rows] @ self.keys[columns].T).to(self.scale.dtype)
-        over = None if self.limit is None else logits > self.limit[rows, None]
-        # Scale, then mask: the other way round would leave NaN where the scale is 0.
-        logits.mul_(self.scale)
-        if over is not None:
-            logits.masked_fill_(over, -torch.inf)
-        return self.same.fill_(logits, rows, columns, -torch.inf)
+        return self.scores(rows, first_key).mul_(self.scale)
+
+
+def _exponentials(scores: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scale s_ij - top_i) in the place of the scores, top_i = scale max_j s_ij, and its sum by row."""
+    if scores.dtype == torch.float32 and choose_backend("auto", scores.device, scores.dtype) == "native":
+        top, total = native_ops().exp_rows(scores, float(scale))
+        return scores, top, total
+    logits = scores.mul_(scale)
+    top = _finite_max(logits, 1)
+    weights = logits.sub_(top[:, None]).exp_()
+    return weights, top, weights.sum(1)
 
 
 def _finite_max(logits: Tensor, dim: int) -> Tensor:

@@ -268,6 +268,22 @@ def test_reduced_float32_products_are_allowed_for(precision):
     assert (bound > 2**-8).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["input", "bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_finds_what_a_cpu_finds(dtype, precision):
+    q, keys = unit(3000, 512, 0).to(dtype), unit(5000, 512, 1).to(dtype)
+    ids = torch.randint(0, 900, (3000,)), torch.randint(0, 900, (5000,))
+    expected = topk_scan(q, keys, 64, q_ids=ids[0], key_ids=ids[1], precision="input")
+    on_gpu = {"q_ids": ids[0].cuda(), "key_ids": ids[1].cuda(), "precision": precision}
+    top = topk_scan(q.cuda(), keys.cuda(), 64, **on_gpu)
+    assert torch.equal(top.values.cpu(), expected.values)
+    assert torch.equal(top.indices.cpu(), expected.indices)
+    own = topk_scan_self(keys.cuda(), 64, ids=ids[1].cuda(), precision=precision)
+    assert torch.equal(own.indices.cpu(), topk_scan_self(keys, 64, ids=ids[1]).indices)
+
+
 def test_no_query():
     top = topk_scan(torch.empty(0, 4), torch.randn(3, 4), 2)
     assert top.values.shape == top.indices.shape == (0, 2)

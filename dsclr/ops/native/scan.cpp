@@ -99,6 +99,69 @@ DISPATCHED double dot(const float* x, const float* y, int64_t n) {
   return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
 
+// Eight floats at once; compilers lower them to what each version of a DISPATCHED function may use.
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+constexpr int64_t kLanes = 8;
+
+inline __attribute__((always_inline)) void load(Floats& v, const float* x) { std::memcpy(&v, x, sizeof v); }
+
+// exp by 2^n and a polynomial on |r| <= ln 2 / 2 (Cephes' expf); 0 below -87.
+inline __attribute__((always_inline)) void exponential(Floats& x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Ints tiny = x < -87.0f;
+  const Ints kept = ~tiny;
+  const Floats inside = reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & kept);  // 0 where tiny
+  const Floats n = (inside * 1.44269504088896341f + kRound) - kRound;
+  const Floats r = (inside - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints bits = reinterpret_cast<Ints>(p) + (__builtin_convertvector(n, Ints) << 23);
+  x = reinterpret_cast<Floats>(bits & kept);
+}
+
+DISPATCHED float largest(const float* x, int64_t n) {
+  Floats most, v;
+  for (int l = 0; l < kLanes; ++l) most[l] = kNone;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    load(v, x + i);
+    most = v > most ? v : most;
+  }
+  float result = kNone;
+  for (int l = 0; l < kLanes; ++l) result = std::max(result, most[l]);
+  for (; i < n; ++i) result = std::max(result, x[i]);
+  return result;
+}
+
+// x <- exp(scale x - top), returns the sum
+DISPATCHED double exponentials(float* x, int64_t n, float scale, float top) {
+  double total = 0;
+  Floats v = {};
+  int64_t i = 0;
+  while (i + kLanes <= n) {
+    // Short float sums, added up in double.
+    const int64_t stop = std::min(i + 128 * kLanes, n - n % kLanes);
+    Floats sum = {};
+    for (; i < stop; i += kLanes) {
+      load(v, x + i);
+      v = v * scale - top;
+      exponential(v);
+      std::memcpy(x + i, &v, sizeof v);
+      sum += v;
+    }
+    for (int l = 0; l < kLanes; ++l) total += sum[l];
+  }
+  for (int l = 0; l < n - i; ++l) v[l] = x[i + l] * scale - top;
+  exponential(v);
+  for (int l = 0; l < n - i; ++l) total += x[i + l] = v[l];
+  return total;
+}
+
 // The running state of a set of rows, one slot a row.
 struct Rows {
   Entry* entries;
@@ -332,9 +395,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, int64_t> finish(
   return {values, indices, redo, over.load()};
 }
 
+// tile <- exp(scale tile - top) by row -> top (R,), 0 where a row is -inf throughout, and the sums (R,)
+std::tuple<at::Tensor, at::Tensor> exp_rows(const at::Tensor& tile, double scale) {
+  TORCH_CHECK(tile.dim() == 2 && tile.is_contiguous() && scale > 0, "a contiguous matrix and a positive scale");
+  const int64_t width = tile.size(1);
+  auto tops = at::empty({tile.size(0)}, tile.options());
+  auto sums = at::empty({tile.size(0)}, tile.options());
+  float *scores = tile.data_ptr<float>(), *top = tops.data_ptr<float>(), *sum = sums.data_ptr<float>();
+  at::parallel_for(0, tile.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float most = largest(scores + row * width, width);
+      top[row] = most == kNone ? 0.0f : most * static_cast<float>(scale);
+      sum[row] = static_cast<float>(exponentials(scores + row * width, width, static_cast<float>(scale), top[row]));
+    }
+  });
+  return {tops, sums};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(dsclr, m) {
+  m.def("exp_rows(Tensor(a!) tile, float scale) -> (Tensor, Tensor)");
   m.def(
       "visit(Tensor tile, bool by_column, Tensor(a!) entries, Tensor(b!) count, Tensor(c!) bounds, Tensor margin, "
       "Tensor? limit, Tensor? row_ids, Tensor? key_ids, int first_row, int first_key, int k, int keep) -> int[]");
@@ -347,4 +428,5 @@ TORCH_LIBRARY(dsclr, m) {
 TORCH_LIBRARY_IMPL(dsclr, CPU, m) {
   m.impl("visit", &visit);
   m.impl("finish", &finish);
+  m.impl("exp_rows", &exp_rows);
 }
