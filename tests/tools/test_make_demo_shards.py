@@ -88,12 +88,16 @@ def test_every_sample_is_complete(index, samples, infos):
     for key, sample in samples.items():
         assert set(sample) == {"jpg", "txt", "json", "cls"}
         info = infos[key]
-        assert set(info) == {"concept", "hexcode", "label", "style", "group", "split"}
+        assert set(info) == {"concept", "hexcode", "label", "captions", "style", "group", "split"}
         assert key == f"{info['style']}-{info['hexcode']}"
         assert index["classes"][int(sample["cls"])] == info["group"]
         caption = sample["txt"].decode("utf-8")
         assert caption.startswith(info["label"])
-        assert len(caption.split()) <= tool.MAX_CAPTION_WORDS
+        assert info["captions"][0] == caption
+        assert 1 <= len(set(info["captions"])) == len(info["captions"]) <= 1 + tool.CAPTION_VARIANTS
+        for variant in info["captions"]:
+            assert variant.startswith(info["label"])
+            assert len(variant.split()) <= tool.MAX_CAPTION_WORDS
 
 
 def test_every_class_is_used(index, samples):
@@ -266,7 +270,7 @@ def test_heldout_that_cannot_be_exact_is_refused():
 def make_emoji(hexcode: str, caption: str) -> Any:
     image = Image.new("RGB", (8, 8), "red")
     images = {"noto": image, "fluent": image}
-    return tool.Emoji(hexcode, caption, caption, "objects", 0, 0, images)
+    return tool.Emoji(hexcode, caption, caption, [caption], "objects", 0, 0, images)
 
 
 def test_duplicate_captions():
@@ -317,3 +321,14 @@ def test_failing_npm_is_explained(tmp_path, monkeypatch):
 def test_bad_arguments_are_refused(argv):
     with pytest.raises(SystemExit):
         tool.parse_args(argv)
+
+
+def test_caption_variants_are_seeded_and_start_with_the_caption():
+    tags = ["fire", "engine", "rescue", "hose", "helmet"]
+    first = tool.caption_variants("firefighter", tags, "1f692")
+    assert (
+        first == tool.caption_variants("firefighter", tags, "1f692") != tool.caption_variants("firefighter", tags, "0")
+    )
+    assert first[0] == tool.make_caption("firefighter", tags)
+    assert len(first) > 3
+    assert tool.caption_variants("ring", [], "0") == ["ring"]
