@@ -2,7 +2,8 @@
 
 from dsclr.ops.native import NativeUnavailable
 from dsclr.ops.sparse import sparse_scores
-from dsclr.ops.topk import ScanStats, TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
+from dsclr.ops.stats import ScanStats
+from dsclr.ops.topk import TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
 
 __all__ = [
     "NativeUnavailable",

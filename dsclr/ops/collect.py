@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dsclr.ops.masks import SameIds
 from dsclr.ops.native import native_ops
+from dsclr.ops.stats import ScanStats
 
 # Elements of a temporary of the exact parts (32 MiB in float64).
 CHUNK = 1 << 22
@@ -76,22 +77,10 @@ class Problem:
         )
 
 
-@dataclass
-class Counts:
-    """Of one scan; see ScanStats."""
-
-    rows_seen: int = 0
-    rows_skipped: int = 0
-    scores_selected: int = 0
-    scores_total: int = 0
-    scores_over_limit: int = 0
-    rows_redone: int = 0
-
-
 class TorchCollector:
     """The collection in PyTorch operations, for any device."""
 
-    def __init__(self, problem: Problem, counts: Counts) -> None:
+    def __init__(self, problem: Problem, counts: ScanStats) -> None:
         self.problem, self.counts = problem, counts
         rows, k, self.keep = len(problem.q), problem.k, problem.keep
         wide = problem.margin.dtype
@@ -200,7 +189,7 @@ def _hits(scores: Tensor, threshold: Tensor, most: int) -> tuple[Tensor, Tensor,
 class NativeCollector:
     """The collection in C++, for CPU tensors; what :class:`TorchCollector` does."""
 
-    def __init__(self, problem: Problem, counts: Counts) -> None:
+    def __init__(self, problem: Problem, counts: ScanStats) -> None:
         self.problem, self.counts = problem, counts
         rows, k = len(problem.q), problem.k
         # Room to gather before the next selection.
@@ -261,7 +250,7 @@ class NativeCollector:
 
 
 Collector = TorchCollector | NativeCollector
-COLLECTORS: dict[str, Callable[[Problem, Counts], Collector]] = {"torch": TorchCollector, "native": NativeCollector}
+COLLECTORS: dict[str, Callable[[Problem, ScanStats], Collector]] = {"torch": TorchCollector, "native": NativeCollector}
 
 
 def best(values: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +265,7 @@ def best(values: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values.contiguous(), indices.masked_fill(values == -torch.inf, -1)
 
 
-def _redone(p: Problem, values: Tensor, indices: Tensor, redo: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
+def _redone(p: Problem, values: Tensor, indices: Tensor, redo: Tensor, counts: ScanStats) -> tuple[Tensor, Tensor]:
     """The result with the rows that ``redo`` marks searched without approximation."""
     rows = redo.nonzero()[:, 0]
     counts.rows_redone += len(rows)

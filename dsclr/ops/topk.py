@@ -8,49 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsclr.ops.collect import COLLECTORS, Counts, Problem
+from dsclr.ops.collect import COLLECTORS, Problem
 from dsclr.ops.masks import SameIds
 from dsclr.ops.native import Backend, choose_backend
 from dsclr.ops.precision import as_written
 from dsclr.ops.products import Precision, Products, make_products
+from dsclr.ops.stats import ScanStats
 from dsclr.ops.tail import TailSum
 
 DEFAULT_BLOCK_SIZE = 1024
 # Rows are independent, so a tile of rows bounds the memory whatever N is.
 ROW_TILE = 2048
-
-
-@dataclass(frozen=True)
-class ScanStats:
-    """What a scan did. A row is seen once per column block.
-
-    Attributes:
-        rows_seen: (row, block) pairs visited.
-        rows_skipped: of those, pairs whose block maximum did not beat the row's k-th value (Xu 2026).
-        scores_selected: scores that went through a selection.
-        scores_total: scores looked at; N x M for one side.
-        scores_over_limit: scores left out because they were above their row's limit, up to rounding.
-        rows_redone: rows with so many scores around the k-th that they were searched a second time.
-    """
-
-    rows_seen: int = 0
-    rows_skipped: int = 0
-    scores_selected: int = 0
-    scores_total: int = 0
-    scores_over_limit: int = 0
-    rows_redone: int = 0
-
-    @property
-    def skip_rate(self) -> float:
-        return self.rows_skipped / max(self.rows_seen, 1)
-
-    @property
-    def selection_work(self) -> float:
-        """Part of the scores that a selection had to look at."""
-        return self.scores_selected / max(self.scores_total, 1)
-
-    def __add__(self, other: ScanStats) -> ScanStats:
-        return ScanStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -125,7 +93,7 @@ def topk_scan(
     collector = COLLECTORS[choose_backend(backend, q.device, q.dtype)]
     whole = _problem(products, k, q_ids, key_ids, limit, key_offset, initial)
     tail = None if lse_scale is None else TailSum(whole, lse_scale, None if initial is None else initial.lse)
-    counts, parts = Counts(), []
+    counts, parts = ScanStats(), []
     buffer = _buffer(products, min(len(q), ROW_TILE), min(len(keys), block))
     for rows in _slices(len(q), ROW_TILE):
         running = collector(whole.rows(rows), counts)
@@ -176,7 +144,7 @@ def topk_scan_pair(
     by_row = _problem(products, k, ids, ids, limit, 0, None)
     by_column = Problem(b, a, k, _room(k, products), 2 * margin, ids, ids, by_row.same, limit)
     tails = () if lse_scale is None else (TailSum(by_row, lse_scale), TailSum(by_column, lse_scale))
-    row_counts, column_counts = Counts(), Counts()
+    row_counts, column_counts = ScanStats(), ScanStats()
     columns_running = collector(by_column, column_counts)
     parts = []
     buffer = _buffer(products, min(len(a), block), min(len(b), block))
@@ -222,7 +190,7 @@ def topk_scan_self(
     ids, limit = _plain(ids, limit, products)
     margin = torch.full_like(products.margin, float(products.margin.amax()) if len(z) else 0.0)
     block = block_size or DEFAULT_BLOCK_SIZE
-    counts = Counts()
+    counts = ScanStats()
     same = None if ids is None else SameIds(ids, ids)
     problem = Problem(z, z, k, _room(k, products), 2 * margin, ids, ids, same, limit)
     tail = None if lse_scale is None else TailSum(problem, lse_scale)
@@ -303,15 +271,13 @@ def _room(k: int, products: Products) -> int:
 
 def _result(
     parts: list[tuple[Tensor, Tensor]],
-    counts: Counts,
+    counts: ScanStats,
     q: Tensor,
     k: int,
     initial: TopK | None,
     tail: TailSum | None,
 ) -> TopK:
-    stats = ScanStats(**vars(counts))
-    if initial is not None:
-        stats = initial.stats + stats
+    stats = counts if initial is None else initial.stats + counts
     lse = None if tail is None else tail.lse
     if not parts:
         return _nothing(q, k, lse)
