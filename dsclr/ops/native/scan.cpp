@@ -14,6 +14,8 @@
 
 // One build serves every x86-64 processor: the loader picks the widest version that runs.
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
+#include <immintrin.h>
+#define X86
 #define DISPATCHED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define DISPATCHED
@@ -89,16 +91,6 @@ inline int64_t find_each(const at::BFloat16* s, const float* t, int64_t from, in
   return next_hit_each_bf16(reinterpret_cast<const uint16_t*>(s), t, from, n);
 }
 
-// Products of two float32 numbers are exact in double, so contraction to FMA changes nothing.
-DISPATCHED double dot(const float* x, const float* y, int64_t n) {
-  double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    for (int l = 0; l < 8; ++l) lanes[l] += static_cast<double>(x[i + l]) * static_cast<double>(y[i + l]);
-  for (; i < n; ++i) lanes[0] += static_cast<double>(x[i]) * static_cast<double>(y[i]);
-  return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-}
-
 // Eight floats at once; compilers lower them to what each version of a DISPATCHED function may use.
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
@@ -123,6 +115,39 @@ inline __attribute__((always_inline)) void exponential(Floats& x) {
   const Ints bits = reinterpret_cast<Ints>(p) + (__builtin_convertvector(n, Ints) << 23);
   x = reinterpret_cast<Floats>(bits & kept);
 }
+
+// Sums of products in double, in sixteen lanes whatever the processor. Products of two float32 numbers are exact in
+// double, so fusing multiplication and addition changes nothing: all versions give the same bits.
+double added_up(const double (&lanes)[16]) {
+  double four[4];
+  for (int j = 0; j < 4; ++j) four[j] = (lanes[j] + lanes[4 + j]) + (lanes[8 + j] + lanes[12 + j]);
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+double dot_plain(const float* x, const float* y, int64_t n) {
+  double lanes[16] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i % 16] += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+  return added_up(lanes);
+}
+
+#ifdef X86
+__attribute__((target("avx2,fma"))) double dot_avx2(const float* x, const float* y, int64_t n) {
+  __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int l = 0; l < 4; ++l)
+      sums[l] = _mm256_fmadd_pd(_mm256_cvtps_pd(_mm_loadu_ps(x + i + 4 * l)),
+                                _mm256_cvtps_pd(_mm_loadu_ps(y + i + 4 * l)), sums[l]);
+  double lanes[16];
+  for (int l = 0; l < 4; ++l) _mm256_storeu_pd(lanes + 4 * l, sums[l]);
+  for (; i < n; ++i) lanes[i % 16] += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+  return added_up(lanes);
+}
+const bool kAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+inline double dot(const float* x, const float* y, int64_t n) { return kAvx2 ? dot_avx2(x, y, n) : dot_plain(x, y, n); }
+#else
+inline double dot(const float* x, const float* y, int64_t n) { return dot_plain(x, y, n); }
+#endif
 
 DISPATCHED float largest(const float* x, int64_t n) {
   Floats most, v;
@@ -156,9 +181,9 @@ DISPATCHED double exponentials(float* x, int64_t n, float scale, float top) {
     }
     for (int l = 0; l < kLanes; ++l) total += sum[l];
   }
-  for (int l = 0; l < n - i; ++l) v[l] = x[i + l] * scale - top;
+  for (int64_t l = 0; l < n - i; ++l) v[l] = x[i + l] * scale - top;
   exponential(v);
-  for (int l = 0; l < n - i; ++l) total += x[i + l] = v[l];
+  for (int64_t l = 0; l < n - i; ++l) total += x[i + l] = v[l];
   return total;
 }
 
@@ -223,48 +248,113 @@ Rows rows_of(const at::Tensor& entries, const at::Tensor& count, const at::Tenso
               keep};
 }
 
+struct Totals {
+  int64_t skipped = 0, selected = 0, over = 0;
+};
+
+// Looks at a row's scores in order of their keys.
+template <typename T>
+Totals scan_scores(const T* scores, int64_t width, const Rows& state, int64_t row, int64_t first_key,
+                   const int64_t* key_ids) {
+  Totals totals;
+  const float kth = state.kth[row];
+  bool beaten = false;
+  for (int64_t j = find(scores, 0, width, state.threshold[row]); j < width;) {
+    const int64_t stop = std::min(j + kChunk, width);
+    for (; j < stop; ++j) {
+      const float value = wide(scores[j]);
+      if (!(value >= state.threshold[row])) continue;
+      const int64_t key = first_key + j;
+      if (!state.push(row, value, key, key_ids ? key_ids[key] : 0, &totals.over)) continue;
+      ++totals.selected;
+      beaten |= value > kth;
+    }
+    j = find(scores, j, width, state.threshold[row]);
+  }
+  if (beaten) state.compress(row);
+  totals.skipped = !beaten;
+  return totals;
+}
+
+// A row's first scores: nearly all would be pushed, so one selection finds a threshold first.
+template <typename T>
+Totals scan_first(const T* scores, int64_t width, const Rows& state, int64_t row, int64_t first_key,
+                  const int64_t* key_ids, std::vector<float>& scratch) {
+  // Void entries (equal ids, above the limit) count in the selection; this many are expected at the most.
+  constexpr int64_t kVoid = 2;
+  const int64_t place = state.k - 1 + kVoid;
+  // The k-th of the maxima of groups of scores is at most the k-th score.
+  const int64_t groups = 2 * (place + 1);
+  if (state.count[row] > 0 || width < 2 * groups)
+    return scan_scores(scores, width, state, row, first_key, key_ids);
+  scratch.resize(groups);
+  for (int64_t j = 0; j < groups; ++j) scratch[j] = wide(scores[j]);
+  for (int64_t start = groups; start + groups <= width; start += groups)
+    for (int64_t j = 0; j < groups; ++j) scratch[j] = std::max(scratch[j], wide(scores[start + j]));
+  std::nth_element(scratch.begin(), scratch.begin() + place, scratch.end(), std::greater<float>());
+  const float bound = scratch[place];
+  state.threshold[row] = bound - state.margin[row];
+  const Totals totals = scan_scores(scores, width, state, row, first_key, key_ids);
+  // With k valid entries at or above the bound nothing below the threshold can belong to the top k.
+  if (state.kth[row] >= bound) return totals;
+  state.count[row] = 0;
+  state.kth[row] = state.threshold[row] = state.dropped[row] = kNone;
+  return scan_scores(scores, width, state, row, first_key, key_ids);
+}
+
+using Sums = std::atomic<int64_t>[3];
+
+void add(Sums& sums, const Totals& totals) {
+  sums[0] += totals.skipped;
+  sums[1] += totals.selected;
+  sums[2] += totals.over;
+}
+
 template <typename T>
 void scan_rows(const T* tile, int64_t height, int64_t width, const Rows& state, int64_t first_row, int64_t first_key,
-               const int64_t* key_ids, std::atomic<int64_t> (&totals)[3]) {
+               const int64_t* key_ids, Sums& sums) {
   at::parallel_for(0, height, 8, [&](int64_t begin, int64_t end) {
-    int64_t skipped = 0, selected = 0, over = 0;
+    std::vector<float> scratch;
+    Totals totals;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = first_row + i;
-      const T* scores = tile + i * width;
-      const float kth = state.kth[row];
-      bool beaten = false;
-      for (int64_t j = find(scores, 0, width, state.threshold[row]); j < width;) {
-        const int64_t stop = std::min(j + kChunk, width);
-        for (; j < stop; ++j) {
-          const float value = wide(scores[j]);
-          if (!(value >= state.threshold[row])) continue;
-          const int64_t key = first_key + j;
-          if (!state.push(row, value, key, key_ids ? key_ids[key] : 0, &over)) continue;
-          ++selected;
-          beaten |= value > kth;
-        }
-        j = find(scores, j, width, state.threshold[row]);
-      }
-      if (beaten) state.compress(row);
-      skipped += !beaten;
+      const Totals one = scan_first(tile + i * width, width, state, first_row + i, first_key, key_ids, scratch);
+      totals.skipped += one.skipped;
+      totals.selected += one.selected;
+      totals.over += one.over;
     }
-    totals[0] += skipped;
-    totals[1] += selected;
-    totals[2] += over;
+    add(sums, totals);
   });
 }
 
 template <typename T>
 void scan_columns(const T* tile, int64_t height, int64_t width, const Rows& state, int64_t first_row,
-                  int64_t first_key, const int64_t* key_ids, std::atomic<int64_t> (&totals)[3]) {
+                  int64_t first_key, const int64_t* key_ids, Sums& sums) {
   // Threads own ranges of columns; whole chunks keep them off each other's cache lines.
   const int64_t chunks = (width + kChunk - 1) / kChunk;
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     const int64_t left = begin * kChunk, right = std::min(end * kChunk, width);
+    Totals totals;
+    if (state.count[first_row + left] == 0) {
+      // Columns that have seen nothing take their first scores one column at a time.
+      std::vector<float> scratch, turned(kChunk * height);
+      for (int64_t start = left; start < right; start += kChunk) {
+        const int64_t some = std::min(kChunk, right - start);
+        for (int64_t i = 0; i < height; ++i)
+          for (int64_t j = 0; j < some; ++j) turned[j * height + i] = wide(tile[i * width + start + j]);
+        for (int64_t j = 0; j < some; ++j) {
+          const Totals one =
+              scan_first(&turned[j * height], height, state, first_row + start + j, first_key, key_ids, scratch);
+          totals.skipped += one.skipped;
+          totals.selected += one.selected;
+          totals.over += one.over;
+        }
+      }
+      add(sums, totals);
+      return;
+    }
     const float* thresholds = state.threshold + first_row;
     std::vector<float> kth(state.kth + first_row + left, state.kth + first_row + right);
     std::vector<uint8_t> beaten(right - left, 0);
-    int64_t skipped = 0, selected = 0, over = 0;
     for (int64_t i = 0; i < height; ++i) {
       const T* scores = tile + i * width;
       const int64_t key = first_key + i;
@@ -273,8 +363,8 @@ void scan_columns(const T* tile, int64_t height, int64_t width, const Rows& stat
         for (; j < stop; ++j) {
           const float value = wide(scores[j]);
           if (!(value >= thresholds[j])) continue;
-          if (!state.push(first_row + j, value, key, key_ids ? key_ids[key] : 0, &over)) continue;
-          ++selected;
+          if (!state.push(first_row + j, value, key, key_ids ? key_ids[key] : 0, &totals.over)) continue;
+          ++totals.selected;
           beaten[j - left] |= value > kth[j - left];
         }
         j = find_each(scores, thresholds, j, right);
@@ -282,11 +372,9 @@ void scan_columns(const T* tile, int64_t height, int64_t width, const Rows& stat
     }
     for (int64_t j = left; j < right; ++j) {
       if (beaten[j - left]) state.compress(first_row + j);
-      skipped += !beaten[j - left];
+      totals.skipped += !beaten[j - left];
     }
-    totals[0] += skipped;
-    totals[1] += selected;
-    totals[2] += over;
+    add(sums, totals);
   });
 }
 
@@ -299,7 +387,7 @@ std::vector<int64_t> visit(const at::Tensor& tile, bool by_column, const at::Ten
   TORCH_CHECK(first_row + tile.size(by_column ? 1 : 0) <= bounds.size(1), "the tile reaches beyond the rows");
   const Rows state = rows_of(entries, count, bounds, margin, limit, row_ids, k, keep);
   const int64_t* ids = key_ids ? key_ids->data_ptr<int64_t>() : nullptr;
-  std::atomic<int64_t> totals[3] = {};
+  Sums totals = {};
   const auto run = [&](auto* scores) {
     if (by_column)
       scan_columns(scores, tile.size(0), tile.size(1), state, first_row, first_key, ids, totals);
@@ -316,6 +404,13 @@ std::vector<int64_t> visit(const at::Tensor& tile, bool by_column, const at::Ten
 template <typename T>
 void to_float(const T* x, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = wide(x[i]);
+}
+
+// The keys of a row's candidates lie anywhere in memory.
+template <typename T>
+void prefetch(const T* key, int64_t d) {
+  const char* bytes = reinterpret_cast<const char*>(key);
+  for (int64_t i = 0; i < d * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i);
 }
 
 template <typename T>
@@ -343,6 +438,7 @@ void finish_rows(const T* q, const T* keys, int64_t d, const Rows& state, int64_
           continue;
         }
         const T* key = keys + static_cast<int64_t>(e[i].key) * d;
+        if (i + 1 < state.count[row] && e[i + 1].key >= 0) prefetch(keys + static_cast<int64_t>(e[i + 1].key) * d, d);
         const float* exact_key;
         if constexpr (std::is_same_v<T, float>) {
           exact_key = key;
