@@ -19,7 +19,7 @@ from dsclr.losses.base import (
     similarity_metrics,
 )
 from dsclr.losses.exact import ExactInfoNCE
-from dsclr.ops import ScanStats, TopK, expected_skip_rate, sparse_scores, topk_scan, topk_scan_pair, topk_scan_self
+from dsclr.ops import ScanStats, TopK, expected_skip_rate, sparse_infonce, topk_scan, topk_scan_pair, topk_scan_self
 from dsclr.ops.native import BACKENDS, Backend
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
 
@@ -86,38 +86,32 @@ class TopKInfoNCE:
         if self.k == "all":
             return self.exact(a, b, logit_scale, ids, keys)
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
+        first = problems[0]
         tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))
-        losses, positives, hardest, masses = [], [], [], []
         stats = ScanStats()
+        loss = torch.zeros((), dtype=first.positive.dtype, device=a.device)
         for d, top in zip(problems, tops, strict=True):
             stats = stats + top.stats
-            # Scale, then mask (the padding is zero until masked): see the gradient of the scale in DenseInfoNCE.
-            padded = top.indices < 0
-            scores = sparse_scores(d.q, d.keys, top, [x.keys for x in d.bank]).masked_fill(padded, 0.0)
-            logits = (scores * logit_scale).masked_fill(padded, -torch.inf)
-            positive = d.positive * logit_scale
-            kept = torch.cat([positive[:, None], logits], dim=1)
-            normaliser = torch.logsumexp(kept, dim=1)
-            if top.lse is not None:
-                normaliser = _full_value(kept, torch.logaddexp(top.lse, positive.detach()))
-            losses.append(normaliser - positive)
-            positives.append(d.positive)
-            hardest.append(top.values[:, 0])
-            masses.append(_captured_mass(d, top, logit_scale))
-        metrics = similarity_metrics(torch.cat(positives), torch.cat(hardest))
-        first = problems[0]
+            further = [x.keys for x in d.bank]
+            loss = loss + sparse_infonce(d.q, d.keys, d.positive, logit_scale, top, further)
+        rows = sum(len(d.q) for d in problems)
+        metrics = similarity_metrics(
+            torch.cat([d.positive for d in problems]), torch.cat([top.values[:, 0] for top in tops])
+        )
         metrics.update(
             skip_rate=stats.skip_rate,
             expected_skip_rate=expected_skip_rate(self.k, self.block_size or DEFAULT_BLOCK_SIZE, first.key_count),
             selection_work=stats.selection_work,
-            captured_mass=torch.cat(masses).mean(),
+            captured_mass=torch.cat(
+                [_captured_mass(*pair, logit_scale) for pair in zip(problems, tops, strict=True)]
+            ).mean(),
         )
         if self.false_negative_margin is not None:
-            metrics["false_negatives"] = stats.scores_over_limit / sum(len(d.q) for d in problems)
+            metrics["false_negatives"] = stats.scores_over_limit / rows
         if first.bank:
             kept_from_bank = sum(int((top.indices >= len(first.keys)).sum()) for top in tops)
             metrics["bank_share"] = kept_from_bank / max(1, sum(int((top.indices >= 0).sum()) for top in tops))
-        return LossOutput(torch.cat(losses).mean(), metrics)
+        return LossOutput(loss / rows, metrics)
 
     def _scan(self, problems: list[Direction], logit_scale: Tensor, own_keys: bool) -> list[TopK]:
         assert self.k != "all"
@@ -154,18 +148,6 @@ class TopKInfoNCE:
                 )
                 offset += len(segment.keys)
         return tops
-
-
-def _full_value(logits: Tensor, normaliser: Tensor) -> Tensor:
-    """``normaliser`` as a function of the logits that are part of it, by their weights in it.
-
-    Args:
-        logits: (N, k + 1), -inf where padded.
-        normaliser: (N,) log-sum-exp of these and more logits, constant.
-    """
-    weights = (logits.detach() - normaliser[:, None]).exp()
-    change = torch.where(weights > 0, logits - logits.detach(), 0.0)
-    return normaliser + (weights * change).sum(1)
 
 
 @torch.no_grad()

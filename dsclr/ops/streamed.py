@@ -64,7 +64,7 @@ def streamed_infonce(
                 weights = weights.to(q.dtype)
                 grad_q[rows] = (weights @ keys).to(wide) * rescale
                 if keys_graph:
-                    grad_keys += (weights.T @ (q[rows] * rescale).to(q.dtype)).to(wide)
+                    _add_product(grad_keys, weights.T, (q[rows] * rescale).to(q.dtype))
         loss = (normaliser - s * p).mean()
         if not graph:
             return loss
@@ -106,7 +106,7 @@ def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Te
             weights += logits.sub_(by_column).exp_()
             weights = weights.to(a.dtype)
             grad_a[rows] = (weights @ b).to(wide)
-            grad_b += (weights.T @ a[rows]).to(wide)
+            _add_product(grad_b, weights.T, a[rows])
         missing = (s * p - by_row).exp() + (s * p - by_column).exp() - 2
         grad_scale = ((a * grad_a).sum() + (missing * p).sum()) / (2 * len(a))
         factor = s / (2 * len(a))
@@ -145,7 +145,7 @@ def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tenso
             weights += logits.sub_(normaliser[rows.start :]).exp_()
             weights = weights.to(z.dtype)
             grad_z[rows] += (weights @ z[rows.start :]).to(wide)
-            grad_z[rows.stop :] += (weights[:, rows.stop - rows.start :].T @ z[rows]).to(wide)
+            _add_product(grad_z[rows.stop :], weights[:, rows.stop - rows.start :].T, z[rows])
         missing = (s * p - normaliser).exp() - 1
         # The weights hold every pair from both of its rows, the loss from one.
         grad_scale = ((z * grad_z).sum() / 2 + (missing * p).sum()) / len(z)
@@ -190,6 +190,14 @@ class _Tiles:
     def logits(self, rows: slice, first_key: int = 0) -> Tensor:
         """(R, M - first_key)."""
         return self.scores(rows, first_key).mul_(self.scale)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in total's dtype and without a temporary where it is also theirs."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += (left @ right).to(total.dtype)
 
 
 def _exponentials(scores: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
