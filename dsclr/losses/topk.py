@@ -19,7 +19,16 @@ from dsclr.losses.base import (
     similarity_metrics,
 )
 from dsclr.losses.exact import ExactInfoNCE
-from dsclr.ops import ScanStats, TopK, expected_skip_rate, sparse_infonce, topk_scan, topk_scan_pair, topk_scan_self
+from dsclr.ops import (
+    Kept,
+    ScanStats,
+    TopK,
+    expected_skip_rate,
+    sparse_infonce,
+    topk_scan,
+    topk_scan_pair,
+    topk_scan_self,
+)
 from dsclr.ops.native import BACKENDS, Backend
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
 
@@ -88,12 +97,9 @@ class TopKInfoNCE:
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
         tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))
-        stats = ScanStats()
-        loss = torch.zeros((), dtype=first.positive.dtype, device=a.device)
-        for d, top in zip(problems, tops, strict=True):
-            stats = stats + top.stats
-            further = [x.keys for x in d.bank]
-            loss = loss + sparse_infonce(d.q, d.keys, d.positive, logit_scale, top, further)
+        stats = sum((top.stats for top in tops), ScanStats())
+        kept = [Kept(d.q, d.keys, top, tuple(x.keys for x in d.bank)) for d, top in zip(problems, tops, strict=True)]
+        loss = sparse_infonce(a, b, kept, logit_scale)
         rows = sum(len(d.q) for d in problems)
         metrics = similarity_metrics(
             torch.cat([d.positive for d in problems]), torch.cat([top.values[:, 0] for top in tops])
@@ -111,7 +117,7 @@ class TopKInfoNCE:
         if first.bank:
             kept_from_bank = sum(int((top.indices >= len(first.keys)).sum()) for top in tops)
             metrics["bank_share"] = kept_from_bank / max(1, sum(int((top.indices >= 0).sum()) for top in tops))
-        return LossOutput(loss / rows, metrics)
+        return LossOutput(loss, metrics)
 
     def _scan(self, problems: list[Direction], logit_scale: Tensor, own_keys: bool) -> list[TopK]:
         assert self.k != "all"

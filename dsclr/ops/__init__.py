@@ -1,11 +1,12 @@
 """Tensor algorithms of the losses. They know torch and nothing of training."""
 
 from dsclr.ops.native import NativeUnavailable
-from dsclr.ops.sparse import sparse_infonce, sparse_scores
+from dsclr.ops.sparse import Kept, sparse_infonce, sparse_scores
 from dsclr.ops.stats import ScanStats
 from dsclr.ops.topk import TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
 
 __all__ = [
+    "Kept",
     "NativeUnavailable",
     "ScanStats",
     "TopK",

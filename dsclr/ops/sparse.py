@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsclr.ops.precision import as_written
 from dsclr.ops.topk import TopK
 
 
@@ -47,90 +48,150 @@ class _SparseScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         q, keys, indices = ctx.saved_tensors
-        grad_q = _query_gradient(q, (keys, *ctx.further), indices, grad) if ctx.needs_input_grad[0] else None
-        grad_keys = _key_gradient(q, keys, indices, grad) if ctx.needs_input_grad[1] else None
+        grad_q = grad_keys = None
+        if ctx.needs_input_grad[0]:
+            grad_q = _query_gradient(q, (keys, *ctx.further), indices, grad).to(q.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_keys = _key_gradient(q, keys, indices, grad).to(keys.dtype)
         return grad_q, grad_keys, None, None, None
 
 
-def sparse_infonce(
-    q: Tensor, keys: Tensor, positive: Tensor, scale: Tensor, topk: TopK, further: Sequence[Tensor] = ()
-) -> Tensor:
-    """Sum over rows of n_i - scale p_i, n_i = log(exp(scale p_i) + sum over the kept j of exp(scale q_i . keys_j)).
+@dataclass(frozen=True)
+class Kept:
+    """Queries with the keys that were kept for them.
+
+    Attributes:
+        q: (R, D) float; R is N, the number of pairs, or a multiple: then the pairs' positives in turn.
+        keys: (M, D). further: constant keys whose indices follow.
+        topk: selected from these.
+    """
+
+    q: Tensor
+    keys: Tensor
+    topk: TopK
+    further: tuple[Tensor, ...] = ()
+
+
+@as_written
+def sparse_infonce(a: Tensor, b: Tensor, parts: Sequence[Kept], scale: Tensor) -> Tensor:
+    """Mean over queries of n_i - scale p_i, n_i = log(exp(scale p_i) + sum over kept j of exp(scale q_i . keys_j)).
 
     With ``topk.lse`` (over all valid keys, at this scale) n_i is the log of exp(scale p_i) + exp(lse_i), while
     gradients still flow to the kept scores and the positive only, by their weights in that sum.
 
-    The same as a log-sum-exp over :func:`sparse_scores`, but between forward and backward it holds one float and one
-    index a pair.
+    Between forward and backward one float and one index a pair are held, and each input has one gradient, whatever
+    number of roles it plays.
 
     Args:
-        q, keys, further: as in :func:`sparse_scores`.
-        positive: (N,) score p_i of every row with its positive.
+        a, b: (N, D) the pairs; p_i = a_i . b_i.
+        parts: one a direction.
         scale: one element, positive.
-        topk: selected from these keys.
 
     Returns:
-        0-dim, float32 at least; differentiable once in q, keys, positive and scale.
+        0-dim, float32 at least; differentiable once in a, b, every q and keys, and scale.
     """
-    wide = topk.values.dtype
+    wide = torch.promote_types(a.dtype, torch.float32)
+    rows = sum(len(part.q) for part in parts)
     with torch.no_grad():
-        s, p = scale.detach().reshape(()).to(wide), positive.detach().to(wide)
-        # -inf, where padded, stays -inf: the scale is positive.
-        logits = topk.values * s
-        rest = torch.logsumexp(logits, 1) if topk.lse is None else topk.lse
-        normaliser = torch.logaddexp(rest, s * p)
-        weights = logits.sub_(normaliser[:, None]).exp_()
-        missing = (s * p - normaliser).exp_().sub_(1)
-        kept = (weights * topk.values.clamp(min=torch.finfo(wide).min)).sum()
-        saved = _Saved(weights, topk.indices, missing, kept + (missing * p).sum(), s, tuple(further))
-        loss = (normaliser - s * p).sum()
-    return _SparseInfoNCE.apply(loss, q, keys, positive, scale, saved)
+        s = scale.detach().reshape(()).to(wide)
+        positive = torch.linalg.vecdot(a.to(wide), b.to(wide))
+        loss, grad_scale = torch.zeros_like(s), torch.zeros_like(s)
+        missing_of_pairs = torch.zeros_like(positive)
+        weights = []
+        for part in parts:
+            values, p = part.topk.values, positive.repeat(len(part.q) // max(1, len(a)))
+            # -inf, where padded, stays -inf: the scale is positive.
+            logits = values * s
+            rest = torch.logsumexp(logits, 1) if part.topk.lse is None else part.topk.lse
+            normaliser = torch.logaddexp(rest, s * p)
+            logits.sub_(normaliser[:, None]).exp_()
+            missing = (s * p - normaliser).exp_().sub_(1)
+            loss += (normaliser - s * p).sum() / rows
+            grad_scale += ((logits * values.clamp(min=-torch.finfo(wide).max)).sum() + (missing * p).sum()) / rows
+            missing_of_pairs += missing.view(-1, len(a)).sum(0) / rows
+            weights.append(logits)
+    tensors: list[Tensor] = []
+    slots = [(_slot(tensors, part.q), _slot(tensors, part.keys)) for part in parts]
+    pair = (_slot(tensors, a), _slot(tensors, b))
+    saved = _Saved(tuple(parts), tuple(weights), tuple(slots), pair, missing_of_pairs, grad_scale, s, rows)
+    return _SparseInfoNCE.apply(loss, saved, scale, *tensors)
+
+
+def _slot(tensors: list[Tensor], x: Tensor) -> int:
+    """Place of a tensor in the list; the same tensor has one place."""
+    for place, y in enumerate(tensors):
+        if x is y:
+            return place
+    tensors.append(x)
+    return len(tensors) - 1
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward needs: d loss / d logit of the kept pairs and the positives, and d loss / d scale."""
+    """What the backward needs, besides the inputs.
 
-    weights: Tensor
-    indices: Tensor
+    Attributes:
+        weights: (R, k) per part, of the kept scores in the softmax.
+        slots: places of each part's q and keys among the inputs. pair: of a and b.
+        missing: (N,) d loss / d (scale p_i).
+    """
+
+    parts: tuple[Kept, ...]
+    weights: tuple[Tensor, ...]
+    slots: tuple[tuple[int, int], ...]
+    pair: tuple[int, int]
     missing: Tensor
     grad_scale: Tensor
     scale: Tensor
-    further: tuple[Tensor, ...]
+    rows: int
 
 
 class _SparseInfoNCE(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, q: Tensor, keys: Tensor, positive: Tensor, scale: Tensor, saved: _Saved
-    ) -> Tensor:
-        ctx.save_for_backward(q, keys, positive, scale)
-        ctx.saved = saved
+    def forward(ctx: Any, loss: Tensor, saved: _Saved, scale: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, *tensors)
+        ctx.indices = [part.topk.indices for part in saved.parts]
+        ctx.further = [part.further for part in saved.parts]
+        # The parts hold inputs, which only save_for_backward may.
+        ctx.saved = replace(saved, parts=())
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, keys, positive, scale = ctx.saved_tensors
+        scale, *tensors = ctx.saved_tensors
         saved: _Saved = ctx.saved
+        wanted = ctx.needs_input_grad[3:]
+        totals: list[Tensor | None] = [None for _ in tensors]
+
+        def add(slot: int, part: Tensor) -> None:
+            total = totals[slot]
+            totals[slot] = part if total is None else total.add_(part)
+
         factor = grad * saved.scale
-        _, needs_q, needs_keys, needs_positive, needs_scale, _ = ctx.needs_input_grad
-        # The factor goes to the results: scaled weights would be another N x k.
-        segments = (keys, *saved.further)
-        return (
-            None,
-            _query_gradient(q, segments, saved.indices, saved.weights, factor) if needs_q else None,
-            _key_gradient(q, keys, saved.indices, saved.weights, factor) if needs_keys else None,
-            (saved.missing * factor).to(positive.dtype) if needs_positive else None,
-            (saved.grad_scale * grad).reshape(scale.shape).to(scale.dtype) if needs_scale else None,
-            None,
-        )
+        for (q_slot, keys_slot), weights, indices, further in zip(
+            saved.slots, saved.weights, ctx.indices, ctx.further, strict=True
+        ):
+            q, keys = tensors[q_slot], tensors[keys_slot]
+            # The factor goes to the results: scaled weights would be another R x k.
+            if wanted[q_slot]:
+                add(q_slot, _query_gradient(q, (keys, *further), indices, weights).mul_(factor / saved.rows))
+            if wanted[keys_slot]:
+                add(keys_slot, _key_gradient(q, keys, indices, weights).mul_(factor / saved.rows))
+        coefficients = (saved.missing * factor)[:, None]
+        for slot, other in (saved.pair, saved.pair[::-1]):
+            total = totals[slot]
+            if wanted[slot] and total is None:
+                totals[slot] = tensors[other] * coefficients
+            elif wanted[slot] and total is not None:
+                total.addcmul_(tensors[other].to(total.dtype), coefficients)
+        grad_scale = (saved.grad_scale * grad).reshape(scale.shape).to(scale.dtype) if ctx.needs_input_grad[2] else None
+        grads = (None if x is None else x.to(t.dtype) for x, t in zip(totals, tensors, strict=True))
+        return None, None, grad_scale, *grads
 
 
-def _query_gradient(
-    q: Tensor, segments: Sequence[Tensor], indices: Tensor, weights: Tensor, factor: Tensor | None = None
-) -> Tensor:
-    """(N, D) factor * sum_j weights_ij keys_j, the keys in several segments; -1 is no key."""
+def _query_gradient(q: Tensor, segments: Sequence[Tensor], indices: Tensor, weights: Tensor) -> Tensor:
+    """(N, D) sum_j weights_ij keys_j in float32 at least, the keys in several segments; -1 is no key."""
     # bags add up in float32 at least: bf16 sums over thousands of pairs would lose the small ones
     dtype = torch.promote_types(q.dtype, torch.float32)
     total: Tensor | None = None
@@ -146,12 +207,11 @@ def _query_gradient(
             )
             total = part if total is None else total.add_(part)
         first += len(rows)
-    total = torch.zeros_like(q, dtype=dtype) if total is None else total
-    return (total if factor is None else total.mul_(factor)).to(q.dtype)
+    return torch.zeros_like(q, dtype=dtype) if total is None else total
 
 
-def _key_gradient(q: Tensor, keys: Tensor, indices: Tensor, weights: Tensor, factor: Tensor | None = None) -> Tensor:
-    """(M, D) factor * sum_i weights_ij q_i over the pairs sorted by key."""
+def _key_gradient(q: Tensor, keys: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """(M, D) sum_i weights_ij q_i in float32 at least, over the pairs sorted by key."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     inside = (indices >= 0) & (indices < len(keys))
     pairs = inside.flatten().nonzero()[:, 0]
@@ -162,11 +222,10 @@ def _key_gradient(q: Tensor, keys: Tensor, indices: Tensor, weights: Tensor, fac
     del order
     offsets = torch.searchsorted(columns, torch.arange(len(keys), device=q.device, dtype=columns.dtype))
     del columns
-    total = F.embedding_bag(
+    return F.embedding_bag(
         pairs // indices.shape[1],
         q.to(dtype),
         offsets.to(pairs.dtype),
         per_sample_weights=weights.flatten()[pairs].to(dtype),
         mode="sum",
     )
-    return (total if factor is None else total.mul_(factor)).to(keys.dtype)
