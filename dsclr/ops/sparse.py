@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 from dsclr.ops.precision import as_written
 from dsclr.ops.topk import TopK
 
+# Rows of a gradient worked on at once.
+BAG_ROWS = 8192
+
 
 def sparse_scores(q: Tensor, keys: Tensor, topk: TopK, further: Sequence[Tensor] = ()) -> Tensor:
     """The scores q_i . keys_j of a TopK selection, as a function of q and keys.
@@ -49,11 +52,20 @@ class _SparseScores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         q, keys, indices = ctx.saved_tensors
         grad_q = grad_keys = None
+        wide = torch.promote_types(q.dtype, torch.float32)
         if ctx.needs_input_grad[0]:
-            grad_q = _query_gradient(q, (keys, *ctx.further), indices, grad).to(q.dtype)
+            grad_q = torch.zeros_like(q, dtype=wide)
+            _add_query_gradient(grad_q, (keys, *ctx.further), indices, grad)
         if ctx.needs_input_grad[1]:
-            grad_keys = _key_gradient(q, keys, indices, grad).to(keys.dtype)
-        return grad_q, grad_keys, None, None, None
+            grad_keys = torch.zeros_like(keys, dtype=wide)
+            _add_key_gradient(grad_keys, q, indices, grad)
+        return (
+            None if grad_q is None else grad_q.to(q.dtype),
+            None if grad_keys is None else grad_keys.to(keys.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -162,70 +174,77 @@ class _SparseInfoNCE(torch.autograd.Function):
         scale, *tensors = ctx.saved_tensors
         saved: _Saved = ctx.saved
         wanted = ctx.needs_input_grad[3:]
-        totals: list[Tensor | None] = [None for _ in tensors]
-
-        def add(slot: int, part: Tensor) -> None:
-            total = totals[slot]
-            totals[slot] = part if total is None else total.add_(part)
-
-        factor = grad * saved.scale
+        wide = saved.scale.dtype
+        totals = [torch.zeros_like(x, dtype=wide) if want else None for x, want in zip(tensors, wanted, strict=True)]
         for (q_slot, keys_slot), weights, indices, further in zip(
             saved.slots, saved.weights, ctx.indices, ctx.further, strict=True
         ):
             q, keys = tensors[q_slot], tensors[keys_slot]
-            # The factor goes to the results: scaled weights would be another R x k.
-            if wanted[q_slot]:
-                add(q_slot, _query_gradient(q, (keys, *further), indices, weights).mul_(factor / saved.rows))
-            if wanted[keys_slot]:
-                add(keys_slot, _key_gradient(q, keys, indices, weights).mul_(factor / saved.rows))
-        coefficients = (saved.missing * factor)[:, None]
+            grad_q, grad_keys = totals[q_slot], totals[keys_slot]
+            if grad_q is not None:
+                _add_query_gradient(grad_q, (keys, *further), indices, weights)
+            if grad_keys is not None:
+                _add_key_gradient(grad_keys, q, indices, weights)
+        # The factor goes to the results: scaled weights would be another R x k.
+        factor = grad * saved.scale
+        for total in totals:
+            if total is not None:
+                total.mul_(factor / saved.rows)
         for slot, other in (saved.pair, saved.pair[::-1]):
             total = totals[slot]
-            if wanted[slot] and total is None:
-                totals[slot] = tensors[other] * coefficients
-            elif wanted[slot] and total is not None:
-                total.addcmul_(tensors[other].to(total.dtype), coefficients)
+            if total is not None:
+                total.addcmul_(tensors[other].to(wide), (saved.missing * factor)[:, None])
         grad_scale = (saved.grad_scale * grad).reshape(scale.shape).to(scale.dtype) if ctx.needs_input_grad[2] else None
         grads = (None if x is None else x.to(t.dtype) for x, t in zip(totals, tensors, strict=True))
         return None, None, grad_scale, *grads
 
 
-def _query_gradient(q: Tensor, segments: Sequence[Tensor], indices: Tensor, weights: Tensor) -> Tensor:
-    """(N, D) sum_j weights_ij keys_j in float32 at least, the keys in several segments; -1 is no key."""
-    # bags add up in float32 at least: bf16 sums over thousands of pairs would lose the small ones
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    total: Tensor | None = None
+def _add_query_gradient(total: Tensor, segments: Sequence[Tensor], indices: Tensor, weights: Tensor) -> None:
+    """total_i += sum_j weights_ij keys_j, the keys in several segments; -1 is no key.
+
+    Args:
+        total: (N, D) float32 at least: bf16 sums over thousands of pairs would lose the small ones.
+    """
     first = 0
-    for rows in segments:
-        if len(rows):
-            inside = (indices >= first) & (indices < first + len(rows))
-            part = F.embedding_bag(
-                (indices - first).clamp_(0, len(rows) - 1),
-                rows.to(dtype),
-                per_sample_weights=torch.where(inside, weights, 0.0).to(dtype),
+    for keys in segments:
+        last = first + len(keys)
+        rows = keys.to(total.dtype)
+        for part in _parts(len(total)) if len(keys) else ():
+            some = indices[part]
+            total[part] += F.embedding_bag(
+                (some - first).clamp_(0, len(keys) - 1),
+                rows,
+                per_sample_weights=torch.where((some >= first) & (some < last), weights[part], 0.0).to(total.dtype),
                 mode="sum",
             )
-            total = part if total is None else total.add_(part)
-        first += len(rows)
-    return torch.zeros_like(q, dtype=dtype) if total is None else total
+        first = last
 
 
-def _key_gradient(q: Tensor, keys: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """(M, D) sum_i weights_ij q_i in float32 at least, over the pairs sorted by key."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    inside = (indices >= 0) & (indices < len(keys))
-    pairs = inside.flatten().nonzero()[:, 0]
-    if len(keys) < 2**31 and indices.numel() < 2**31:
-        pairs = pairs.to(torch.int32)
-    columns, order = indices.flatten()[pairs].to(pairs.dtype).sort(stable=True)
-    pairs = pairs[order]
-    del order
-    offsets = torch.searchsorted(columns, torch.arange(len(keys), device=q.device, dtype=columns.dtype))
+def _add_key_gradient(total: Tensor, q: Tensor, indices: Tensor, weights: Tensor) -> None:
+    """total_j += sum_i weights_ij q_i over the pairs sorted by key; indices beyond the keys are not looked at.
+
+    Args:
+        total: (M, D) float32 at least.
+    """
+    columns = indices.flatten()
+    if len(total) < 2**31:
+        columns = columns.clamp(max=2**31 - 1).to(torch.int32)
+    columns, pairs = columns.sort(stable=True)
+    ends = torch.searchsorted(columns, torch.arange(len(total) + 1, device=q.device, dtype=columns.dtype))
     del columns
-    return F.embedding_bag(
-        pairs // indices.shape[1],
-        q.to(dtype),
-        offsets.to(pairs.dtype),
-        per_sample_weights=weights.flatten()[pairs].to(dtype),
-        mode="sum",
-    )
+    rows, weights, k = q.to(total.dtype), weights.flatten(), indices.shape[1]
+    for part in _parts(len(total)):
+        first, last = int(ends[part.start]), int(ends[part.stop])
+        some = pairs[first:last]
+        total[part] += F.embedding_bag(
+            some // k,
+            rows,
+            ends[part] - first,
+            per_sample_weights=weights[some].to(total.dtype),
+            mode="sum",
+        )
+
+
+def _parts(length: int) -> list[slice]:
+    # A bag of all rows at once would be another tensor of the size of the gradient.
+    return [slice(start, min(start + BAG_ROWS, length)) for start in range(0, length, BAG_ROWS)]
