@@ -82,6 +82,8 @@ def read_captions(members: Members, source: str) -> list[str]:
     else:
         raise BadSample("missing_caption", f"no {source} among {', '.join(sorted(members))}")
     captions = [caption.strip() for caption in captions]
+    if any("\ud800" <= letter <= "\udfff" for caption in captions for letter in caption):
+        raise BadSample("broken_caption", f"{source} holds half a surrogate pair, which is no text")
     if not all(captions):
         raise BadSample("empty_caption", f"{source} holds no text")
     return captions
@@ -93,7 +95,7 @@ def read_json_field(members: Members, field: str, cause: str) -> object:
         return json.loads(members["json"])[field]
     except KeyError as error:
         raise BadSample(cause, f"no {error} in the json member or no such member") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise BadSample("broken_json", str(error)) from None
 
 
@@ -117,7 +119,7 @@ def read_id(members: Members, source: str, shard: str, key: str, captions: list[
 
 def hash_id(text: str) -> int:
     """A stable 63-bit hash: the same in every process and on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
 Transform = Callable[[Image.Image], Tensor]

@@ -156,12 +156,15 @@ class TrainLoader:
         self._recent.append((good + bad, bad))
         while sum(rows for rows, _ in self._recent) > BAD_WINDOW:
             self._recent.popleft()
+        recent = sum(rows for rows, _ in self._recent)
         recent_bad = sum(bad for _, bad in self._recent)
+        # Nothing usable for a whole pass: no batch would ever come, whatever fraction is allowed.
+        hopeless = recent_bad == recent >= min(BAD_WINDOW // 2, self.dataset.order.epoch_samples)
         # Judged against a full window, so that a few bad samples at the very start do not end a run.
-        if recent_bad > self.max_bad_fraction * BAD_WINDOW:
+        if hopeless or recent_bad > self.max_bad_fraction * BAD_WINDOW:
             last = task.skipped[-1]
             raise BadDataError(
-                f"{recent_bad} of the last {sum(rows for rows, _ in self._recent)} samples were unusable "
+                f"{recent_bad} of the last {recent} samples were unusable "
                 f"({', '.join(f'{cause}: {n}' for cause, n in self.skipped.most_common())}), the last was "
                 f"{last.key} in {last.shard}: {last.detail}. Mend the shards, or raise dsclr.data.max_bad_fraction "
                 f"(now {self.max_bad_fraction})"

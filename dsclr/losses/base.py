@@ -169,6 +169,16 @@ def similarity_metrics(positive: Tensor, hardest: Tensor) -> dict[str, Tensor | 
     }
 
 
+def check_scale(logit_scale: Tensor) -> None:
+    """
+    Raises:
+        ValueError: a multiplicative scale that is not positive (NaN passes: it is the training loop's to notice).
+    """
+    if bool((logit_scale.detach() <= 0).any()):
+        value = float(logit_scale.detach())
+        raise ValueError(f"logit_scale = {value:g}: the multiplicative scale, exp of the parameter, is positive")
+
+
 def check_margin(margin: float | None) -> float | None:
     """A false-negative margin: a difference of cosines.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from dsclr.losses.base import Keys
@@ -51,7 +52,7 @@ class StreamingClipLoss(nn.Module):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor,
+        logit_scale: Tensor | float,
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
@@ -59,7 +60,7 @@ class StreamingClipLoss(nn.Module):
         """
         Args:
             image_features, text_features: (N, D) L2-normalised.
-            logit_scale: the multiplicative scale, 0-dim.
+            logit_scale: the multiplicative scale, 0-dim or a number.
             output_dict: return ``{"contrastive_loss": loss}`` instead of the loss.
             ids: (N,) int64; rows with equal ids are never each other's negatives. None: all differ, as in ClipLoss.
 
@@ -67,9 +68,10 @@ class StreamingClipLoss(nn.Module):
             ValueError: shapes that do not fit together, or a key_source without ids.
         """
         keys = None
+        scale = torch.as_tensor(logit_scale, device=image_features.device)
         if self.key_source is not None:
             if ids is None:
                 raise ValueError("ids are needed with a key_source: they tell which keys are the rows themselves")
             keys = self.key_source(image_features, text_features, ids)
-        loss = self.loss_fn(image_features, text_features, logit_scale, ids, keys).loss
+        loss = self.loss_fn(image_features, text_features, scale, ids, keys).loss
         return {"contrastive_loss": loss} if output_dict else loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsclr.losses.base import Keys, LossOutput, are_own_keys, check_margin, check_objective, directions
+from dsclr.losses.base import Keys, LossOutput, are_own_keys, check_margin, check_objective, check_scale, directions
 from dsclr.ops.streamed import streamed_infonce, streamed_self_infonce, streamed_symmetric_infonce
 
 
@@ -30,6 +30,7 @@ class ExactInfoNCE:
         self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
     ) -> LossOutput:
         """See :class:`dsclr.losses.Loss`."""
+        check_scale(logit_scale)
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
         if not are_own_keys(a, b, keys) or first.bank or first.limit is not None:

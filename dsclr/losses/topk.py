@@ -15,6 +15,7 @@ from dsclr.losses.base import (
     are_own_keys,
     check_margin,
     check_objective,
+    check_scale,
     directions,
     similarity_metrics,
 )
@@ -94,6 +95,7 @@ class TopKInfoNCE:
         """
         if self.k == "all":
             return self.exact(a, b, logit_scale, ids, keys)
+        check_scale(logit_scale)
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
         tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))

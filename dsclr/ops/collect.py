@@ -135,6 +135,8 @@ class TorchCollector:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Exact values (N, k), descending, and global indices (N, k); -inf and -1 where there are too few."""
         p = self.problem
+        if not len(p.q):
+            return self.values[:, : p.k], self.keys[:, : p.k]
         threshold = self.kth - p.margin
         removed = torch.zeros_like(threshold, dtype=torch.bool)
         values, indices = [], []
@@ -196,7 +198,7 @@ class NativeCollector:
         self.entries = torch.empty((rows, problem.keep + max(32, k // 2)), dtype=torch.int64)
         self.count = torch.zeros(rows, dtype=torch.int32)
         # running k-th, threshold and largest dropped entry
-        self.bounds = torch.full((3, rows), -torch.inf)
+        self.bounds = torch.full((3, rows), -torch.inf, dtype=torch.float32)
         if problem.values is not None:
             slots = (-1 - torch.arange(k, dtype=torch.int32)).expand(rows, k)
             seeds = torch.stack([problem.values.view(torch.int32), slots], 2)

@@ -20,9 +20,11 @@ def as_written(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def wrapped(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(first.device.type, enabled=False), _float32_sums(first.device):
-            return function(first, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        device = next(tensors, torch.empty(0)).device
+        with torch.autocast(device.type, enabled=False), _float32_sums(device):
+            return function(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
 

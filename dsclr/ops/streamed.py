@@ -226,7 +226,7 @@ def _logsumexp(logits: Tensor, dim: int) -> Tensor:
 
 def _attach(loss: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
     """The loss as a function of its inputs with these gradients."""
-    shaped = (grad.reshape(x.shape).to(x.dtype) for x, grad in zip(inputs, grads, strict=True))
+    shaped = (grad.reshape(x.shape) for x, grad in zip(inputs, grads, strict=True))
     return _WithGradients.apply(loss, len(inputs), *inputs, *shaped)
 
 
@@ -234,6 +234,7 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors[count:])
+        ctx.dtypes = [x.dtype for x in tensors[:count]]
         return loss.clone()
 
     @staticmethod
@@ -241,5 +242,9 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2 : 2 + len(grads)]
-        scaled = (g * grad.to(g.dtype) if want else None for g, want in zip(grads, wanted, strict=True))
+        # Rounded to the inputs' dtype after the factor, which a loss scaler chose so that fp16 holds the product.
+        scaled = (
+            (g * grad.to(g.dtype)).to(dtype) if want else None
+            for g, dtype, want in zip(grads, ctx.dtypes, wanted, strict=True)
+        )
         return None, None, *scaled, *(None for _ in grads)

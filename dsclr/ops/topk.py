@@ -84,7 +84,7 @@ def topk_scan(
         ValueError: shapes, dtypes or devices that do not fit together, or embeddings that are not finite.
     """
     _check(q, keys, k, q_ids, key_ids, block_size)
-    _check_more(q, k, limit, initial)
+    _check_more(q, k, limit, initial, lse_scale)
     if not len(keys):
         return initial or _nothing(q, k, lse_scale)
     q, keys = q.contiguous(), keys.contiguous()
@@ -249,7 +249,7 @@ def _problem(
 ) -> Problem:
     q_ids, limit = _plain(q_ids, limit, products)
     key_ids, _ = _plain(key_ids, None, products)
-    values, indices = (None, None) if initial is None else (initial.values, initial.indices)
+    values, indices = (None, None) if initial is None else (initial.values.contiguous(), initial.indices.contiguous())
     keep, margin = _room(k, products), 2 * products.margin
     same = None if q_ids is None or key_ids is None else SameIds(q_ids, key_ids)
     return Problem(products.q, products.keys, k, keep, margin, q_ids, key_ids, same, limit, offset, values, indices)
@@ -310,8 +310,16 @@ def _check(
             raise ValueError(f"{name} must be ({len(tensor)},) int64: got {tuple(ids.shape)} {ids.dtype}")
 
 
-def _check_more(q: Tensor, k: int, limit: Tensor | None, initial: TopK | None) -> None:
+def _check_more(q: Tensor, k: int, limit: Tensor | None, initial: TopK | None, lse_scale: Tensor | None = None) -> None:
     if limit is not None and (limit.shape != (len(q),) or not limit.is_floating_point()):
         raise ValueError(f"limit must be ({len(q)},) float: got {tuple(limit.shape)} {limit.dtype}")
-    if initial is not None and initial.values.shape != (len(q), k):
-        raise ValueError(f"initial must hold ({len(q)}, {k}) values: got {tuple(initial.values.shape)}")
+    if initial is None:
+        return
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if initial.values.shape != (len(q), k) or initial.values.dtype != dtype:
+        raise ValueError(
+            f"initial must hold ({len(q)}, {k}) values of {dtype}: got {tuple(initial.values.shape)} "
+            f"of {initial.values.dtype}"
+        )
+    if (initial.lse is None) != (lse_scale is None):
+        raise ValueError("initial and lse_scale go together: give lse_scale to the scans of all segments or to none")

@@ -99,6 +99,8 @@ def test_captions():
         ({"json": b"{}"}, "json:c", "missing_caption"),
         ({"json": b'{"c": 3}'}, "json:c", "missing_caption"),
         ({"json": b'{"c": []}'}, "json:c", "missing_caption"),
+        ({"json": b'{"c": "\\ud800 half"}'}, "json:c", "broken_caption"),
+        ({"json": b"[" * 100_000}, "json:c", "broken_json"),
         ({"json": b'{"c": ["a fox", 3]}'}, "json:c", "missing_caption"),
         ({"json": b'{"c": ["a fox", " "]}'}, "json:c", "empty_caption"),
         ({}, "json:c", "missing_caption"),

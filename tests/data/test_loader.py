@@ -158,3 +158,12 @@ def test_missing_shards_are_an_error_at_once(cfg):
         build_train_dataset(cfg.model_copy(update={"train": "nothing.tar"}), "clip", SETTINGS, tokenize, 0)
     with pytest.raises(ConfigError, match=r"dsclr.eval.data"):
         build_eval_loader(cfg, "nothing.tar", SETTINGS, tokenize, 7)
+
+
+def test_shards_without_a_usable_sample_end_the_run_whatever_fraction_may_be_bad(tmp_path):
+    write_shard(tmp_path / "bad.tar", range(8), broken=tuple(range(8)))
+    cfg = DataConfig(
+        train=str(tmp_path / "bad.tar"), cache_dir=str(tmp_path / "cache"), workers=0, max_bad_fraction=1.0
+    )
+    with pytest.raises(BadDataError, match="were unusable"):
+        take(cfg, 4, 1)

@@ -388,3 +388,29 @@ def test_autocast_around_the_loss_changes_nothing(k):
         inside, inside_grads = value_and_grads(loss_fn, a, b, scale)
     assert torch.equal(plain, inside)
     assert all(torch.equal(x, y) for x, y in zip(plain_grads, inside_grads, strict=True))
+
+
+@pytest.mark.parametrize("loss_class", [ExactInfoNCE, TopKInfoNCE])
+def test_fp16_gradients_survive_a_loss_scaler(loss_class):
+    generator = torch.Generator().manual_seed(0)
+    a, b = rows(64, 16, generator, torch.float16), rows(64, 16, generator, torch.float16)
+    scale = torch.tensor(20.0)
+    plain = value_and_grads(lambda a, b, s: loss_class()(a, b, s).loss, a.float(), b.float(), scale)[1]
+    scaled = value_and_grads(lambda a, b, s: loss_class()(a, b, s).loss * 65536, a, b, scale)[1]
+    for ours, reference in zip(scaled, plain, strict=True):
+        assert (ours.float() / 65536 - reference).norm() < 0.01 * reference.norm()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_scale_that_is_not_positive_is_refused(value):
+    a = torch.eye(3)
+    for loss_fn in (ExactInfoNCE(), TopKInfoNCE(2), TopKInfoNCE(2, tail="lse")):
+        with pytest.raises(ValueError, match="positive"):
+            loss_fn(a, a, torch.tensor(value))
+
+
+@pytest.mark.parametrize("options", [{}, {"k": 2}, {"k": 2, "tail": "lse"}, {"false_negative_margin": 0.1}])
+def test_drop_in_takes_a_number_as_scale(options):
+    a = torch.eye(5)
+    loss_fn = StreamingClipLoss(**options)
+    assert torch.equal(loss_fn(a, a, 30.0), loss_fn(a, a, torch.tensor(30.0)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dsclr.ops import NativeUnavailable, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
+from dsclr.ops import NativeUnavailable, TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
 from dsclr.ops import topk as topk_module
 from dsclr.ops.native import native_ops
 from dsclr.ops.products import error_bound
@@ -287,6 +287,56 @@ def test_a_gpu_finds_what_a_cpu_finds(dtype, precision):
 def test_no_query():
     top = topk_scan(torch.empty(0, 4), torch.randn(3, 4), 2)
     assert top.values.shape == top.indices.shape == (0, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_at_all(backend):
+    nothing = torch.empty(0, 4)
+    for top in (*topk_scan_pair(nothing, nothing, 2, backend=backend), topk_scan_self(nothing, 2, backend=backend)):
+        assert top.values.shape == top.indices.shape == (0, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["cut", "columns", "strided"])
+def test_an_earlier_result_may_lie_in_memory_as_it_likes(backend, layout):
+    q, keys = unit(40, 20, 0), unit(300, 20, 1)
+    earlier = topk_scan(q, keys[:100], 5)
+    values, indices = earlier.values, earlier.indices
+    if layout == "cut":
+        wider = topk_scan(q, keys[:100], 8)
+        values, indices = wider.values[:, :5], wider.indices[:, :5]
+    elif layout == "columns":
+        values, indices = values.T.contiguous().T, indices.T.contiguous().T
+    else:
+        values, indices = values.repeat_interleave(2, 0)[::2], indices.repeat_interleave(2, 0)[::2]
+    laid_out = TopK(values, indices, earlier.stats)
+    top = topk_scan(q=q, keys=keys[100:], k=5, initial=laid_out, key_offset=100, backend=backend)
+    assert same(top, topk_scan(q, keys, 5))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_default_dtype_does_not_matter(backend):
+    q, keys = unit(10, 8, 0), unit(30, 8, 1)
+    expected = topk_scan(q, keys, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert same(topk_scan(q, keys, 4, backend=backend), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("initial", "options", "message"),
+    [
+        (topk_scan(unit(4, 8, 0).double(), unit(9, 8, 1).double(), 2), {}, "of torch.float32"),
+        (topk_scan(unit(4, 8, 0), unit(9, 8, 1), 3), {}, "must hold"),
+        (topk_scan(unit(4, 8, 0), unit(9, 8, 1), 2), {"lse_scale": torch.tensor(1.0)}, "lse_scale"),
+        (topk_scan(unit(4, 8, 0), unit(9, 8, 1), 2, lse_scale=torch.tensor(1.0)), {}, "lse_scale"),
+    ],
+)
+def test_an_earlier_result_that_does_not_fit(initial, options, message):
+    with pytest.raises(ValueError, match=message):
+        topk_scan(unit(4, 8, 0), unit(9, 8, 1), 2, initial=initial, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

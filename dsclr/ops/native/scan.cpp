@@ -473,6 +473,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, int64_t> finish(
     int64_t keep, int64_t offset, const std::optional<at::Tensor>& old_values,
     const std::optional<at::Tensor>& old_indices) {
   TORCH_CHECK(q.is_contiguous() && keys.is_contiguous(), "q and keys must be contiguous");
+  TORCH_CHECK(!old_values || (old_values->is_contiguous() && old_indices && old_indices->is_contiguous()),
+              "the earlier result must be contiguous");
   const Rows state = rows_of(entries, count, bounds, margin, limit, std::nullopt, k, keep);
   const int64_t n = q.size(0);
   auto values = at::empty({n, k}, q.options().dtype(at::kFloat));
