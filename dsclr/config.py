@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 class ConfigError(ValueError):
@@ -176,6 +176,11 @@ class DsclrConfig(Section):
     loss: LossConfig = LossConfig()
     negatives: NegativesConfig = NegativesConfig()
     eval: EvalConfig = EvalConfig()
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _no_evaluation(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @model_validator(mode="after")
     def _consistent(self) -> DsclrConfig:

@@ -23,8 +23,5 @@ def configure_logging(rank: int) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("dsclr").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NOISE))
-    # It speaks when the C++ scan is built on a machine with CUDA's files and no GPU.
-    compiling = logging.getLogger("torch.utils.cpp_extension")
-    compiling.addFilter(lambda record: not record.getMessage().startswith("No CUDA runtime is found"))
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*No device id is provided via `init_process_group`.*")

@@ -58,8 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, rank)
     finally:
         runtime.stop()
-    if rank == 0:
-        logger.info("done: %s", plan.folder.path)
     return 0
 
 

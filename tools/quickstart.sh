@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup.sh
+echo "quickstart: about ten minutes on two CPU cores, half of them for installing"
 setup_venv
 
 name=quickstart

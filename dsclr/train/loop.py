@@ -234,6 +234,14 @@ class _Run:
             if first_step < self.progress.step:
                 self._evaluate()
             self._save_model()
+            logger.info("done: %s", self.plan.folder.path)
+        else:
+            logger.info(
+                "stopped after step %d of %d, the same command with --resume goes on: %s",
+                self.progress.step,
+                self.plan.total_steps,
+                self.plan.folder.path,
+            )
 
     def _advance(self) -> None:
         self.progress.step += 1

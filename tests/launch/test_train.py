@@ -75,7 +75,8 @@ def weights(folder):
 def test_ten_steps_equal_five_then_five(small, tmp_path, options):
     train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small), *options]
     command([*train, "--set", "dsclr.run.name=whole"], tmp_path)
-    command([*train, "--set", "dsclr.run.name=parts", "--max-steps", "5"], tmp_path)
+    stopped = command([*train, "--set", "dsclr.run.name=parts", "--max-steps", "5"], tmp_path)
+    assert "stopped after step 5 of 10" in stopped.stderr
     assert not (tmp_path / "runs/parts/adapter").exists()
     command([*train, "--set", "dsclr.run.name=parts", "--resume"], tmp_path)
     whole, parts = (lines(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("whole", "parts"))
@@ -208,7 +209,7 @@ def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsy
 
 def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
     arguments = ["--deepspeed_config", str(small), "--dry-run", "--set", f"dsclr.run.dir={tmp_path}/runs"]
-    assert script("train").main(arguments) == 0
+    assert script("train").main([*arguments, "--set", "dsclr.eval=null"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["train_samples"] == 1355
     assert plan["total_steps"] == 10

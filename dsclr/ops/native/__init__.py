@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import logging
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +89,10 @@ def _load() -> str | None:
         return f"there is no C++ compiler ({compiler}); install g++ or set CXX"
     if shutil.which("ninja") is None and not _ninja_of_package():
         return "there is no ninja; pip install ninja"
+    # It speaks on machines with CUDA's files and no GPU, and this is for CPUs.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(
+        lambda record: not record.getMessage().startswith("No CUDA runtime is found")
+    )
     from torch.utils import cpp_extension
 
     name = "dsclr_scan"
@@ -96,7 +102,7 @@ def _load() -> str | None:
         fcntl.flock(held, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
         if not any(folder.glob("*.so")):
-            logger.info("building the C++ scan in %s (once)", folder)
+            logger.info("building the C++ scan, which takes half a minute or more, once (in %s)", folder)
         try:
             cpp_extension.load(
                 name=name,
@@ -125,5 +131,6 @@ def _ninja_of_package() -> bool:
 
 
 def _tagged(name: str) -> str:
-    # Builds of one source for several versions of torch or machines live side by side.
-    return f"{name}_{torch.__version__.replace('+', '_')}_{platform.machine()}"
+    # Builds of several versions of the source, of torch or of the environment live side by side.
+    made_of = SOURCE.read_bytes() + "\0".join((torch.__version__, platform.machine(), sys.prefix)).encode()
+    return f"{name}_{hashlib.sha256(made_of).hexdigest()[:12]}"
