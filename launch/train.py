@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
-
-logger = logging.getLogger("dsclr.launch")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

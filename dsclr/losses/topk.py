@@ -31,6 +31,7 @@ from dsclr.ops import (
     topk_scan_self,
 )
 from dsclr.ops.native import BACKENDS, Backend
+from dsclr.ops.precision import as_written
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
 
 # Rows a direction whose full softmax is worked out to say how much of it the k kept negatives hold.
@@ -101,7 +102,7 @@ class TopKInfoNCE:
         tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))
         stats = sum((top.stats for top in tops), ScanStats())
         kept = [Kept(d.q, d.keys, top, tuple(x.keys for x in d.bank)) for d, top in zip(problems, tops, strict=True)]
-        loss = sparse_infonce(a, b, kept, logit_scale)
+        loss = sparse_infonce(a, b, first.positive[: len(a)], kept, logit_scale)
         rows = sum(len(d.q) for d in problems)
         metrics = similarity_metrics(
             torch.cat([d.positive for d in problems]), torch.cat([top.values[:, 0] for top in tops])
@@ -159,6 +160,7 @@ class TopKInfoNCE:
 
 
 @torch.no_grad()
+@as_written
 def _captured_mass(d: Direction, top: TopK, logit_scale: Tensor) -> Tensor:
     """(R,) sum of exp over the kept negatives / over all valid ones; rows without a valid negative are left out."""
     kept = top.values * logit_scale

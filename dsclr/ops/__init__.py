@@ -1,7 +1,7 @@
 """Tensor algorithms of the losses. They know torch and nothing of training."""
 
 from dsclr.ops.native import NativeUnavailable
-from dsclr.ops.sparse import Kept, sparse_infonce, sparse_scores
+from dsclr.ops.sparse import Kept, sparse_infonce
 from dsclr.ops.stats import ScanStats
 from dsclr.ops.topk import TopK, expected_skip_rate, topk_scan, topk_scan_pair, topk_scan_self
 
@@ -12,7 +12,6 @@ __all__ = [
     "TopK",
     "expected_skip_rate",
     "sparse_infonce",
-    "sparse_scores",
     "topk_scan",
     "topk_scan_pair",
     "topk_scan_self",

@@ -31,11 +31,9 @@ class Products:
     dtype: torch.dtype
     margin: Tensor
 
-    def tile(self, rows: slice, columns: slice, out: Tensor | None = None) -> Tensor:
-        """(R, C) contiguous scores in ``dtype``; ``out``, one-dimensional, is written to where it fits."""
+    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
+        """(R, C) contiguous scores, written to the start of ``out``, one-dimensional and of ``dtype``."""
         left, right = self.q[rows].to(self.dtype), self.keys[columns].to(self.dtype)
-        if out is None or out.dtype != self.dtype:
-            return left @ right.T
         return torch.mm(left, right.T, out=out[: len(left) * len(right)].view(len(left), len(right)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,56 +16,6 @@ from dsclr.ops.topk import TopK
 
 # Rows of a gradient worked on at once.
 BAG_ROWS = 8192
-
-
-def sparse_scores(q: Tensor, keys: Tensor, topk: TopK, further: Sequence[Tensor] = ()) -> Tensor:
-    """The scores q_i . keys_j of a TopK selection, as a function of q and keys.
-
-    The forward returns ``topk.values``. The backward visits the N x k pairs as sparse-dense products
-    (embedding bags): dL/dq_i = sum_j g_ij keys_j, and dL/dkeys_j = sum_i g_ij q_i over the pairs sorted
-    by key. No N x k x D tensor and no atomics: bitwise repeatable.
-
-    Args:
-        q: (N, D) float.
-        keys: (M, D) float.
-        topk: selected from these q and keys; padding (-1) receives no gradient.
-        further: constant keys, (M_1, D), (M_2, D), ..., whose indices follow those of ``keys``.
-
-    Returns:
-        (N, k), dtype of ``topk.values``; -inf where padded.
-    """
-    return _SparseScores.apply(q, keys, topk.values, topk.indices, tuple(further))
-
-
-class _SparseScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, indices: Tensor, further: tuple[Tensor, ...]
-    ) -> Tensor:
-        ctx.save_for_backward(q, keys, indices)
-        ctx.further = further
-        # A view of an input would make autograd treat the scores as that input.
-        return values.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        q, keys, indices = ctx.saved_tensors
-        grad_q = grad_keys = None
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if ctx.needs_input_grad[0]:
-            grad_q = torch.zeros_like(q, dtype=wide)
-            _add_query_gradient(grad_q, (keys, *ctx.further), indices, grad)
-        if ctx.needs_input_grad[1]:
-            grad_keys = torch.zeros_like(keys, dtype=wide)
-            _add_key_gradient(grad_keys, q, indices, grad)
-        return (
-            None if grad_q is None else grad_q.to(q.dtype),
-            None if grad_keys is None else grad_keys.to(keys.dtype),
-            None,
-            None,
-            None,
-        )
 
 
 @dataclass(frozen=True)
@@ -85,33 +35,35 @@ class Kept:
 
 
 @as_written
-def sparse_infonce(a: Tensor, b: Tensor, parts: Sequence[Kept], scale: Tensor) -> Tensor:
+def sparse_infonce(a: Tensor, b: Tensor, positive: Tensor, parts: Sequence[Kept], scale: Tensor) -> Tensor:
     """Mean over queries of n_i - scale p_i, n_i = log(exp(scale p_i) + sum over kept j of exp(scale q_i . keys_j)).
 
     With ``topk.lse`` (over all valid keys, at this scale) n_i is the log of exp(scale p_i) + exp(lse_i), while
     gradients still flow to the kept scores and the positive only, by their weights in that sum.
 
-    Between forward and backward one float and one index a pair are held, and each input has one gradient, whatever
-    number of roles it plays.
+    The backward visits the kept pairs as sparse-dense products (embedding bags), those of the keys sorted by key: no
+    N x k x D tensor and no atomics, so it is bitwise repeatable. Between forward and backward one float and one index
+    a pair are held, and each input has one gradient, whatever number of roles it plays.
 
     Args:
         a, b: (N, D) the pairs; p_i = a_i . b_i.
+        positive: (N,) p_i in float32 at least. Its gradient goes to a and b; a graph of its own is not followed.
         parts: one a direction.
         scale: one element, positive.
 
     Returns:
         0-dim, float32 at least; differentiable once in a, b, every q and keys, and scale.
     """
-    wide = torch.promote_types(a.dtype, torch.float32)
+    wide = positive.dtype
     rows = sum(len(part.q) for part in parts)
     with torch.no_grad():
         s = scale.detach().reshape(()).to(wide)
-        positive = torch.linalg.vecdot(a.to(wide), b.to(wide))
+        positive = positive.detach()
         loss, grad_scale = torch.zeros_like(s), torch.zeros_like(s)
         missing_of_pairs = torch.zeros_like(positive)
         weights = []
         for part in parts:
-            values, p = part.topk.values, positive.repeat(len(part.q) // max(1, len(a)))
+            values, p = part.topk.values, positive.repeat(len(part.q) // len(positive))
             # -inf, where padded, stays -inf: the scale is positive.
             logits = values * s
             rest = torch.logsumexp(logits, 1) if part.topk.lse is None else part.topk.lse
@@ -120,12 +72,16 @@ def sparse_infonce(a: Tensor, b: Tensor, parts: Sequence[Kept], scale: Tensor) -
             missing = (s * p - normaliser).exp_().sub_(1)
             loss += (normaliser - s * p).sum() / rows
             grad_scale += ((logits * values.clamp(min=-torch.finfo(wide).max)).sum() + (missing * p).sum()) / rows
-            missing_of_pairs += missing.view(-1, len(a)).sum(0) / rows
+            missing_of_pairs += missing.view(-1, len(positive)).sum(0) / rows
             weights.append(logits)
     tensors: list[Tensor] = []
     slots = [(_slot(tensors, part.q), _slot(tensors, part.keys)) for part in parts]
     pair = (_slot(tensors, a), _slot(tensors, b))
-    saved = _Saved(tuple(parts), tuple(weights), tuple(slots), pair, missing_of_pairs, grad_scale, s, rows)
+    kept = [
+        _KeptWeights(part.topk.indices, part.further, logits, *slot)
+        for part, logits, slot in zip(parts, weights, slots, strict=True)
+    ]
+    saved = _Saved(kept, pair, missing_of_pairs, grad_scale, s, rows)
     return _SparseInfoNCE.apply(loss, saved, scale, *tensors)
 
 
@@ -139,18 +95,26 @@ def _slot(tensors: list[Tensor], x: Tensor) -> int:
 
 
 @dataclass(frozen=True)
+class _KeptWeights:
+    """Of one part: which keys, their weights (R, k) in the softmax, and the places of q and keys among the inputs."""
+
+    indices: Tensor
+    further: tuple[Tensor, ...]
+    weights: Tensor
+    q: int
+    keys: int
+
+
+@dataclass(frozen=True)
 class _Saved:
     """What the backward needs, besides the inputs.
 
     Attributes:
-        weights: (R, k) per part, of the kept scores in the softmax.
-        slots: places of each part's q and keys among the inputs. pair: of a and b.
+        pair: places of a and b among the inputs.
         missing: (N,) d loss / d (scale p_i).
     """
 
-    parts: tuple[Kept, ...]
-    weights: tuple[Tensor, ...]
-    slots: tuple[tuple[int, int], ...]
+    kept: list[_KeptWeights]
     pair: tuple[int, int]
     missing: Tensor
     grad_scale: Tensor
@@ -162,10 +126,7 @@ class _SparseInfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, saved: _Saved, scale: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(scale, *tensors)
-        ctx.indices = [part.topk.indices for part in saved.parts]
-        ctx.further = [part.further for part in saved.parts]
-        # The parts hold inputs, which only save_for_backward may.
-        ctx.saved = replace(saved, parts=())
+        ctx.saved = saved
         return loss.clone()
 
     @staticmethod
@@ -176,15 +137,13 @@ class _SparseInfoNCE(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         wide = saved.scale.dtype
         totals = [torch.zeros_like(x, dtype=wide) if want else None for x, want in zip(tensors, wanted, strict=True)]
-        for (q_slot, keys_slot), weights, indices, further in zip(
-            saved.slots, saved.weights, ctx.indices, ctx.further, strict=True
-        ):
-            q, keys = tensors[q_slot], tensors[keys_slot]
-            grad_q, grad_keys = totals[q_slot], totals[keys_slot]
+        for part in saved.kept:
+            q, keys = tensors[part.q], tensors[part.keys]
+            grad_q, grad_keys = totals[part.q], totals[part.keys]
             if grad_q is not None:
-                _add_query_gradient(grad_q, (keys, *further), indices, weights)
+                _add_query_gradient(grad_q, (keys, *part.further), part.indices, part.weights)
             if grad_keys is not None:
-                _add_key_gradient(grad_keys, q, indices, weights)
+                _add_key_gradient(grad_keys, q, part.indices, part.weights)
         # The factor goes to the results: scaled weights would be another R x k.
         factor = grad * saved.scale
         for total in totals:

@@ -86,7 +86,7 @@ def topk_scan(
     _check(q, keys, k, q_ids, key_ids, block_size)
     _check_more(q, k, limit, initial, lse_scale)
     if not len(keys):
-        return initial or _nothing(q, k, lse_scale)
+        return initial or _nothing(q, k, lse_scale is not None)
     q, keys = q.contiguous(), keys.contiguous()
     products = make_products(q, keys, precision if lse_scale is None else "fp32")
     block = block_size or DEFAULT_BLOCK_SIZE
@@ -280,14 +280,14 @@ def _result(
     stats = counts if initial is None else initial.stats + counts
     lse = None if tail is None else tail.lse
     if not parts:
-        return _nothing(q, k, lse)
+        return _nothing(q, k, lse is not None)
     return TopK(torch.cat([v for v, _ in parts]), torch.cat([i for _, i in parts]), stats, lse)
 
 
-def _nothing(q: Tensor, k: int, lse: Tensor | None) -> TopK:
+def _nothing(q: Tensor, k: int, with_lse: bool) -> TopK:
     values = q.new_full((len(q), k), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     indices = torch.full((len(q), k), -1, dtype=torch.int64, device=q.device)
-    return TopK(values, indices, ScanStats(), None if lse is None else torch.full_like(values[:, 0], -torch.inf))
+    return TopK(values, indices, ScanStats(), torch.full_like(values[:, 0], -torch.inf) if with_lse else None)
 
 
 def _check(

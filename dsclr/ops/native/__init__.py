@@ -48,25 +48,17 @@ def choose_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -
         return "torch"
     try:
         native_ops()
-    except NativeUnavailable:
+    except NativeUnavailable as error:
         if backend == "native":
             raise
-        _say_once()
+        _say_once(str(error))
         return "torch"
     return "native"
 
 
 @functools.cache
-def _say_once() -> None:
-    logger.warning("the C++ scan is not available, PyTorch operations do its work: %s", _why_not())
-
-
-def _why_not() -> str:
-    try:
-        native_ops()
-    except NativeUnavailable as error:
-        return str(error)
-    return ""
+def _say_once(reason: str) -> None:
+    logger.warning("the C++ scan is not available, PyTorch operations do its work: %s", reason)
 
 
 def native_ops() -> Any:

@@ -9,13 +9,15 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <optional>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 // One build serves every x86-64 processor: the loader picks the widest version that runs.
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
-#include <immintrin.h>
-#define X86
 #define DISPATCHED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define DISPATCHED
@@ -116,38 +118,26 @@ inline __attribute__((always_inline)) void exponential(Floats& x) {
   x = reinterpret_cast<Floats>(bits & kept);
 }
 
-// Sums of products in double, in sixteen lanes whatever the processor. Products of two float32 numbers are exact in
-// double, so fusing multiplication and addition changes nothing: all versions give the same bits.
-double added_up(const double (&lanes)[16]) {
-  double four[4];
-  for (int j = 0; j < 4; ++j) four[j] = (lanes[j] + lanes[4 + j]) + (lanes[8 + j] + lanes[12 + j]);
-  return (four[0] + four[1]) + (four[2] + four[3]);
-}
-
-double dot_plain(const float* x, const float* y, int64_t n) {
-  double lanes[16] = {};
-  for (int64_t i = 0; i < n; ++i) lanes[i % 16] += static_cast<double>(x[i]) * static_cast<double>(y[i]);
-  return added_up(lanes);
-}
-
-#ifdef X86
-__attribute__((target("avx2,fma"))) double dot_avx2(const float* x, const float* y, int64_t n) {
-  __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+// The sum of products in double, in sixteen lanes whatever the processor. Products of two float32 numbers are exact in
+// double, so fusing multiplication and addition changes nothing.
+DISPATCHED double dot(const float* x, const float* y, int64_t n) {
+  typedef float Four __attribute__((vector_size(16)));
+  typedef double Doubles __attribute__((vector_size(32)));
+  Doubles sums[4] = {};
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int l = 0; l < 4; ++l)
-      sums[l] = _mm256_fmadd_pd(_mm256_cvtps_pd(_mm_loadu_ps(x + i + 4 * l)),
-                                _mm256_cvtps_pd(_mm_loadu_ps(y + i + 4 * l)), sums[l]);
-  double lanes[16];
-  for (int l = 0; l < 4; ++l) _mm256_storeu_pd(lanes + 4 * l, sums[l]);
-  for (; i < n; ++i) lanes[i % 16] += static_cast<double>(x[i]) * static_cast<double>(y[i]);
-  return added_up(lanes);
+  for (; i + 16 <= n; i += 16) {
+    for (int l = 0; l < 4; ++l) {
+      Four u, v;
+      std::memcpy(&u, x + i + 4 * l, sizeof u);
+      std::memcpy(&v, y + i + 4 * l, sizeof v);
+      sums[l] += __builtin_convertvector(u, Doubles) * __builtin_convertvector(v, Doubles);
+    }
+  }
+  const Doubles sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  double rest = 0;
+  for (; i < n; ++i) rest += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
 }
-const bool kAvx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-inline double dot(const float* x, const float* y, int64_t n) { return kAvx2 ? dot_avx2(x, y, n) : dot_plain(x, y, n); }
-#else
-inline double dot(const float* x, const float* y, int64_t n) { return dot_plain(x, y, n); }
-#endif
 
 DISPATCHED float largest(const float* x, int64_t n) {
   Floats most, v;
@@ -250,6 +240,12 @@ Rows rows_of(const at::Tensor& entries, const at::Tensor& count, const at::Tenso
 
 struct Totals {
   int64_t skipped = 0, selected = 0, over = 0;
+
+  void operator+=(const Totals& other) {
+    skipped += other.skipped;
+    selected += other.selected;
+    over += other.over;
+  }
 };
 
 // Looks at a row's scores in order of their keys.
@@ -316,12 +312,8 @@ void scan_rows(const T* tile, int64_t height, int64_t width, const Rows& state, 
   at::parallel_for(0, height, 8, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     Totals totals;
-    for (int64_t i = begin; i < end; ++i) {
-      const Totals one = scan_first(tile + i * width, width, state, first_row + i, first_key, key_ids, scratch);
-      totals.skipped += one.skipped;
-      totals.selected += one.selected;
-      totals.over += one.over;
-    }
+    for (int64_t i = begin; i < end; ++i)
+      totals += scan_first(tile + i * width, width, state, first_row + i, first_key, key_ids, scratch);
     add(sums, totals);
   });
 }
@@ -341,13 +333,9 @@ void scan_columns(const T* tile, int64_t height, int64_t width, const Rows& stat
         const int64_t some = std::min(kChunk, right - start);
         for (int64_t i = 0; i < height; ++i)
           for (int64_t j = 0; j < some; ++j) turned[j * height + i] = wide(tile[i * width + start + j]);
-        for (int64_t j = 0; j < some; ++j) {
-          const Totals one =
+        for (int64_t j = 0; j < some; ++j)
+          totals +=
               scan_first(&turned[j * height], height, state, first_row + start + j, first_key, key_ids, scratch);
-          totals.skipped += one.skipped;
-          totals.selected += one.selected;
-          totals.over += one.over;
-        }
       }
       add(sums, totals);
       return;
