@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dsclr.units import parse_bytes
+
 
 class ConfigError(ValueError):
     """Something in the configuration cannot work; the message says what, where and how to fix it."""
@@ -144,6 +146,29 @@ class NegativesConfig(Section):
     bank: BankConfig | None = Field(None, description="Memory bank; null: none.")
 
 
+class StepConfig(Section):
+    """Memory against time; none of it changes the result."""
+
+    retain: Literal["auto"] | int = Field(
+        "auto", description='Bytes for graphs kept from the first pass to the second: a size such as "8GB", auto, or 0.'
+    )
+    host_images: Literal["keep", "spill", "reread"] = Field(
+        "keep", description="The batch's images on the host: in memory, in a temporary file, or read a second time."
+    )
+    spill_dir: str | None = Field(None, description="Folder of that file; null: the system's temporary folder.")
+
+    @field_validator("retain", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return value if value == "auto" else parse_bytes(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StepConfig:
+        if self.spill_dir is not None and self.host_images != "spill":
+            raise ValueError(f'spill_dir is for host_images = "spill", which is {self.host_images!r}')
+        return self
+
+
 class EvalConfig(Section):
     data: str | list[str] | None = Field(None, description="Held-out shards; null: no evaluation while training.")
     every: int | None = Field(None, ge=1, description="Evaluate every so many steps; null: before and after only.")
@@ -175,6 +200,7 @@ class DsclrConfig(Section):
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
     negatives: NegativesConfig = NegativesConfig()
+    step: StepConfig = StepConfig()
     eval: EvalConfig = EvalConfig()
 
     @field_validator("eval", mode="before")

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     from dsclr.logs import configure_logging
 
     configure_logging(rank)
-    from dsclr.train import BadDataError, TrainingError, make_plan, runtime, train
+    from dsclr.train import BadDataError, OutOfMemory, TrainingError, make_plan, runtime, train
 
     try:
         device = runtime.device_type()
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         plan.folder.check(plan.config, options.resume)
         train(plan, runtime.start(), resume=options.resume, stop_after=options.max_steps)
-    except (ConfigError, TrainingError, BadDataError) as error:
+    except (ConfigError, TrainingError, OutOfMemory, BadDataError) as error:
         return _fail(error, rank)
     finally:
         runtime.stop()

@@ -12,9 +12,10 @@ from torchvision.transforms import v2
 from dsclr.config import DataConfig
 from dsclr.data.dataset import ShardDataset, ShardReader
 from dsclr.data.decode import Tokenizer
-from dsclr.data.loader import TrainLoader, collate
+from dsclr.data.loader import TrainLoader
 from dsclr.data.order import SampleOrder
 from dsclr.data.shards import default_cache_dir, expand_shards
+from dsclr.data.tasks import collate
 from dsclr.data.views import Augmentation, build_transform
 from dsclr.models import ImageSettings
 
@@ -47,8 +48,14 @@ def build_train_loader(
     world_size: int = 1,
     local_ranks: int = 1,
     consumed: int = 0,
+    host_images: str = "keep",
+    spill_dir: Path | None = None,
 ) -> TrainLoader:
-    """Batches of ``rows`` rows for this rank. local_ranks: ranks that share this machine's processors."""
+    """Batches of ``rows`` rows for this rank; see :class:`TrainLoader`.
+
+    Args:
+        local_ranks: ranks that share this machine's processors.
+    """
     workers = cfg.workers
     if workers is None:
         workers = max(1, min(16, len(os.sched_getaffinity(0)) // local_ranks - 1))
@@ -62,6 +69,8 @@ def build_train_loader(
         max_bad_fraction=cfg.max_bad_fraction,
         pin_memory=torch.cuda.is_available(),
         consumed=consumed,
+        host_images=host_images,
+        spill_dir=spill_dir,
     )
 
 
@@ -73,7 +82,7 @@ def build_eval_loader(
     batch_size: int,
     where: str = "dsclr.eval.data",
 ) -> DataLoader:
-    """Every sample of ``shards`` once, in order, without augmentation, as :class:`dsclr.data.loader.Task`.
+    """Every sample of ``shards`` once, in order, without augmentation, as :class:`dsclr.data.tasks.Task`.
 
     Raises:
         ConfigError: missing, unreadable or empty shards.

@@ -3,81 +3,35 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dsclr.data.dataset import Sample, ShardDataset, Skipped
+from dsclr.data.batch import Batch, BatchLike, RereadBatch, SpilledBatch, is_in_memory
+from dsclr.data.dataset import ShardDataset, Skipped
+from dsclr.data.tasks import ROWS_PER_TASK, BadDataError, Part, Rereader, Rows, Task, collate
 
 logger = logging.getLogger(__name__)
 
-# Rows a loader process makes at a time: large enough to hide the queue, small enough to bound its memory.
-ROWS_PER_TASK = 32
 # Positions over which the part of unusable samples is judged.
 BAD_WINDOW = 10_000
 
 
-class BadDataError(RuntimeError):
-    """Too large a part of the samples cannot be used."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A rank's rows of one contrastive batch, on the host.
-
-    Attributes:
-        a: (N, 3, H, W) uint8 images.
-        b: (N, L) int64 tokens, or (N, 3, H, W) uint8 second views.
-        ids: (N,) int64.
-    """
-
-    a: Tensor
-    b: Tensor
-    ids: Tensor
-
-
-@dataclass(frozen=True)
-class Task:
-    """The rows a loader process made of one list of positions, few tensors whatever their number.
-
-    Attributes:
-        a, b, ids: as in :class:`Batch`, of the usable rows.
-        offsets: of each usable row, its place in the list of positions.
-        skipped: the others.
-    """
-
-    a: Tensor
-    b: Tensor
-    ids: Tensor
-    offsets: list[int]
-    skipped: list[Skipped]
-
-
-def collate(items: Sequence[Sample | Skipped]) -> Task:
-    """Stack the usable rows of a list."""
-    rows = [(offset, item) for offset, item in enumerate(items) if isinstance(item, Sample)]
-    skipped = [item for item in items if isinstance(item, Skipped)]
-    empty = torch.empty(0)
-    return Task(
-        torch.stack([row.a for _, row in rows]) if rows else empty,
-        torch.stack([row.b for _, row in rows]) if rows else empty,
-        torch.tensor([row.id for _, row in rows], dtype=torch.int64),
-        [offset for offset, _ in rows],
-        skipped,
-    )
-
-
 @dataclass
 class TrainLoader:
-    """An endless iterator of :class:`Batch`.
+    """An endless iterator of batches, see :class:`BatchLike`.
 
     The run's order is cut into global batches, and each of those into one slice a rank, so a global batch is
     the same set of samples for every number of ranks. A sample that cannot be used is counted, reported and
     replaced by the next of the rank's own stream; no rank waits for another.
+
+    Rows, ids, what is skipped and where the stream stands are the same whatever ``host_images`` says.
 
     Args:
         dataset: rows by position.
@@ -87,9 +41,15 @@ class TrainLoader:
         prefetch: tasks queued a worker.
         max_bad_fraction: see raises.
         pin_memory: for asynchronous copies to a GPU.
-        consumed: slots of the rank's stream already used, from :attr:`consumed` of an earlier run.
+        consumed: slots of the rank's stream already used, from :attr:`consumed` of an earlier run. Moves on when
+            all rows of a batch were read once: before it is given out, or for "reread" with its last first chunk.
+        host_images: "keep" all rows of a batch in memory; "spill" the images to a temporary file; or "reread" them
+            from the shards in every pass, a batch asked for before its predecessor was read to its end doing that.
+        spill_dir: folder of the temporary file; None: the system's.
 
     Raises:
+        ValueError: another host_images.
+        ConfigError: (while iterating) the temporary file cannot be written.
         BadDataError: (while iterating) over max_bad_fraction of the last 10,000 samples were unusable.
     """
 
@@ -102,51 +62,74 @@ class TrainLoader:
     max_bad_fraction: float = 0.01
     pin_memory: bool = False
     consumed: int = 0
+    host_images: str = "keep"
+    spill_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.host_images not in ("keep", "spill", "reread"):
+            raise ValueError(f"host_images = {self.host_images!r}, accepted: keep, spill, reread")
+        folder = Path(self.spill_dir or tempfile.gettempdir())
+        if self.host_images == "spill" and is_in_memory(folder):
+            logger.warning("%s is in memory: set dsclr.step.spill_dir to a folder on a disk", folder)
         self.skipped: Counter[str] = Counter()
         self._recent: deque[tuple[int, int]] = deque()
+        self._rereader = Rereader(self.dataset, self.workers, self.prefetch)
+        # Weakly: a stream ends with the iterator that reads it.
+        self._streams: WeakSet[_Stream] = WeakSet()
 
     def position(self, slot: int) -> int:
         """Position in the run's order of this rank's slot-th sample."""
         batch, row = divmod(slot, self.rows)
         return (batch * self.world_size + self.rank) * self.rows + row
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[BatchLike]:
+        stream = _Stream(self)
+        self._streams.add(stream)
+        while True:
+            if self.host_images == "reread":
+                again = RereadBatch(self.rows, stream, self.position, self._rereader, self.pin_memory)
+                yield again
+                again.finish()
+            else:
+                yield self._fill(stream)
+
+    def close(self) -> None:
+        """End the loader processes. Batches given out stay readable; iterating anew goes on at :attr:`consumed`."""
+        for stream in list(self._streams):
+            stream.close()
+        self._rereader.close()
+
+    def _fill(self, stream: _Stream) -> Batch | SpilledBatch:
+        part = stream.take(self.rows)
+        batch = self._empty(part)
+        batch.write(0, part)
+        filled = len(part)
+        while filled < self.rows:
+            part = stream.take(self.rows - filled)
+            batch.write(filled, part)
+            filled += len(part)
+        return batch
+
+    def _empty(self, like: Part) -> Batch | SpilledBatch:
+        if self.host_images == "spill":
+            return SpilledBatch(self.rows, like, self.spill_dir, self.pin_memory)
+        return Batch.empty(self.rows, like, self.pin_memory)
+
+    def _tasks(self, slot: int) -> Generator[Task, None, None]:
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_Tasks(self, self.consumed),
+            batch_sampler=_Slots(self, slot),
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             collate_fn=collate,
             # Its own: drawing the workers' seed from the global one would shift the dropout of a resumed run.
             generator=torch.Generator(),
         )
-        slot = self.consumed
-        filled = 0
-        batch: Batch | None = None
         for task in loader:
             for skipped in task.skipped:
                 self._report(skipped)
             self._judge(len(task.offsets), len(task.skipped), task)
-            start = 0
-            while start < len(task.offsets):
-                batch = batch or self._empty(task)
-                count = min(self.rows - filled, len(task.offsets) - start)
-                for whole, part in ((batch.a, task.a), (batch.b, task.b), (batch.ids, task.ids)):
-                    whole[filled : filled + count] = part[start : start + count]
-                start, filled = start + count, filled + count
-                if filled == self.rows:
-                    self.consumed = slot + task.offsets[start - 1] + 1
-                    yield batch
-                    batch, filled = None, 0
-            slot += ROWS_PER_TASK
-
-    def _empty(self, task: Task) -> Batch:
-        def like(part: Tensor) -> Tensor:
-            return torch.empty((self.rows, *part.shape[1:]), dtype=part.dtype, pin_memory=self.pin_memory)
-
-        return Batch(like(task.a), like(task.b), like(task.ids))
+            yield task
 
     def _report(self, item: Skipped) -> None:
         self.skipped[item.cause] += 1
@@ -171,7 +154,24 @@ class TrainLoader:
             )
 
 
-class _Tasks:
+class _Stream(Rows):
+    """The rank's rows from ``consumed`` on; what is taken at once never crosses the end of a batch."""
+
+    def __init__(self, loader: TrainLoader) -> None:
+        super().__init__(loader._tasks(loader.consumed), loader.consumed)
+        self.loader = loader
+        self.filled = 0
+
+    def take(self, most: int) -> Part:
+        part = super().take(min(most, self.loader.rows - self.filled))
+        self.filled += len(part)
+        if self.filled == self.loader.rows:
+            self.loader.consumed = part.slots[-1] + 1
+            self.filled = 0
+        return part
+
+
+class _Slots:
     """Lists of positions for the loader processes, without end."""
 
     def __init__(self, loader: TrainLoader, slot: int) -> None:

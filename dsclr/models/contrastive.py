@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dsclr.models.memo import Memo, skipping_frozen_blocks
 from dsclr.models.resolve import ImageSettings
 from dsclr.models.towers import TOWERS, Tower, is_trainable, open_clip_model, tower_modules
 
@@ -55,42 +56,57 @@ class ContrastiveModel(nn.Module):
         """(1,) log of the multiplicative scale: scale = exp(logit_scale)."""
         return self.open_clip_model.logit_scale
 
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, a: Tensor, b: Tensor, memo: Memo | None = None) -> tuple[Tensor, Tensor]:
         """Embeddings of both sides, (B, D) float32 L2-normalised each.
 
         Args:
             a: (B, 3, H, W) uint8 images.
             b: (B, L) int64 token ids, or (B, 3, H, W) uint8 second views under "simclr".
+            memo: an empty one is filled; a filled one (of the same rows) spares what does not train.
         """
         if self.objective == "simclr":
-            za, zb = self.encode_image(torch.cat([a, b])).chunk(2)
+            za, zb = self.encode_image(torch.cat([a, b]), memo=memo).chunk(2)
             return za, zb
-        return self.encode_image(a), self.encode_text(b)
+        return self.encode_image(a, memo=memo), self.encode_text(b, memo=memo)
 
-    def encode_image(self, images: Tensor, head: bool = True) -> Tensor:
+    def encode_image(self, images: Tensor, head: bool = True, memo: Memo | None = None) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 L2-normalised.
 
         Args:
             head: False: the tower's own embedding, before the projection head.
+            memo: see :meth:`forward`.
 
         Raises:
             TypeError: images that are not uint8.
         """
         if images.dtype != torch.uint8:
             raise TypeError(f"images are {images.dtype}, uint8 is expected: normalisation happens in the model")
-        with self._graph_of("image"):
-            features = self.open_clip_model.encode_image(self._normalise(images), normalize=False)
+        encode = self.open_clip_model.encode_image
+        features = self._features("image", memo, lambda: encode(self._normalise(images), normalize=False))
         return self._unit(features, self.image_head if head else None)
 
-    def encode_text(self, tokens: Tensor, head: bool = True) -> Tensor:
+    def encode_text(self, tokens: Tensor, head: bool = True, memo: Memo | None = None) -> Tensor:
         """(B, L) int64 -> (B, D) float32 L2-normalised.
 
         Args:
             head: False: the tower's own embedding, before the projection head.
+            memo: see :meth:`forward`.
         """
-        with self._graph_of("text"):
-            features = self.open_clip_model.encode_text(tokens, normalize=False)
+        encode = self.open_clip_model.encode_text
+        features = self._features("text", memo, lambda: encode(tokens, normalize=False))
         return self._unit(features, self.text_head if head else None)
+
+    def _features(self, tower: Tower, memo: Memo | None, encode: Callable[[], Tensor]) -> Tensor:
+        if is_trainable(self.clip, tower):
+            with skipping_frozen_blocks(self.clip, tower, memo):
+                return encode()
+        if memo is not None and tower in memo.features:
+            return memo.features[tower]
+        with torch.no_grad():
+            features = encode()
+        if memo is not None:
+            memo.features[tower] = features
+        return features
 
     def train(self, mode: bool = True) -> ContrastiveModel:
         """Training mode, except for towers and batch normalisations that do not train."""
@@ -104,9 +120,6 @@ class ContrastiveModel(nn.Module):
             if isinstance(module, _BatchNorm) and not any(p.requires_grad for p in module.parameters()):
                 module.eval()
         return self
-
-    def _graph_of(self, tower: Tower) -> Any:
-        return nullcontext() if is_trainable(self.clip, tower) else torch.no_grad()
 
     def _normalise(self, images: Tensor) -> Tensor:
         # Not buffers: a bf16 engine would round them.

@@ -2,5 +2,6 @@
 
 from dsclr.data import BadDataError
 from dsclr.train.loop import Plan, TrainingError, make_plan, train
+from dsclr.train.step import OutOfMemory
 
-__all__ = ["BadDataError", "Plan", "TrainingError", "make_plan", "train"]
+__all__ = ["BadDataError", "OutOfMemory", "Plan", "TrainingError", "make_plan", "train"]

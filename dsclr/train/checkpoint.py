@@ -16,8 +16,8 @@ from torch import nn
 
 from dsclr.config import ConfigError
 from dsclr.negatives import MemoryBank
+from dsclr.rng import RandomState
 from dsclr.train.runtime import Runtime
-from dsclr.train.step import RandomState
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import register_output_backward_hooks
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
@@ -82,11 +85,75 @@ def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     groups = parameter_groups(model)
+    if ds_config.get("zero_optimization", {}).get("stage", 0) > 0:
+        # DeepSpeed allocates the whole bucket at every reduction: 5e8 elements by default, a gigabyte in bf16.
+        trainable = sum(p.numel() for group in groups for p in group["params"])
+        ds_config["zero_optimization"].setdefault("reduce_bucket_size", min(trainable, 500_000_000))
     try:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     except (ValueError, AssertionError, KeyError, TypeError) as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {type(error).__name__}: {error}") from error
     return engine
+
+
+@contextmanager
+def separate_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Within, the model computes with leaves of its own in place of the trainable parameters.
+
+    They share memory with the parameters, but their gradients meet none of the hooks with which an engine reduces
+    gradients as they appear.
+
+    Yields:
+        parameter -> the leaf in its place.
+    """
+    leaves: dict[nn.Parameter, nn.Parameter] = {}
+    places = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                leaf = leaves.setdefault(parameter, nn.Parameter(parameter.detach()))
+                places.append((module, name, parameter, leaf))
+    try:
+        for module, name, _, leaf in places:
+            module._parameters[name] = leaf
+        yield leaves
+    finally:
+        for module, name, parameter, _ in places:
+            module._parameters[name] = parameter
+
+
+def deliver_gradients(engine: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
+    """Give the engine the gradients of a whole step as those of one backward: one reduction, one boundary.
+
+    To the engine this is an ordinary step without accumulation, under every ZeRO stage and precision.
+
+    Args:
+        gradients: parameter -> its gradient on this rank, unscaled, in any precision; others have none.
+    """
+    total = _Given.apply(list(gradients.values()), *gradients)
+    # What engine.forward does to its outputs; ZeRO prepares its buckets there.
+    register_output_backward_hooks(total, preprocess_once_fn=engine._backward_prologue)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(total, scale_wrt_gas=False)
+
+
+class _Given(torch.autograd.Function):
+    """A zero whose gradients are given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        # The scale is that of fp16 losses.
+        return None, *(g if scale == 1 else g * scale for g in ctx.gradients)
+
+
+def loss_scale(engine: Any) -> float:
+    """What fp16 gradients are multiplied with until the optimizer; 1 in other precisions."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
 
 
 def master_value(parameter: nn.Parameter) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from dsclr.data import build_eval_loader, build_train_dataset, build_train_loade
 from dsclr.data.dataset import ShardDataset
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.losses import build_loss
+from dsclr.memory import peak_bytes
 from dsclr.models import (
     ContrastiveModel,
     ImageSettings,
@@ -34,6 +34,7 @@ from dsclr.report.progress import ProgressDisplay
 from dsclr.report.run_folder import RunFolder
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.retention import Retention
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import ContrastiveStep, StepResult
 
@@ -123,6 +124,7 @@ def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int
         run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
     finally:
         run.display.close()
+        run.loader.close()
     return plan.folder
 
 
@@ -159,6 +161,8 @@ class _Run:
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
             consumed=self.progress.consumed,
+            host_images=ours.step.host_images,
+            spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
         )
         self.step = ContrastiveStep(
             self.engine,
@@ -168,6 +172,7 @@ class _Run:
             runtime.device,
             ours.model.logit_scale.max,
             self.bank,
+            Retention(ours.step.retain, runtime.device, runtime.local_world_size),
         )
         trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         logger.info(
@@ -208,6 +213,8 @@ class _Run:
             batch = next(batches)
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
             result = self.step(batch, self.progress.step)
+            # Before the next one is made: two would take twice the memory, or the disk.
+            del batch
             seconds = time.perf_counter() - started
             self._advance()
             bad_in_a_row = 0 if result.applied and math.isfinite(result.loss) else bad_in_a_row + 1
@@ -265,6 +272,7 @@ class _Run:
             "samples_per_second": self.plan.config.train_batch_size / seconds,
             "step_seconds": seconds,
             "peak_bytes": peak_bytes(self.runtime.device),
+            "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
             "skipped_samples": sum(self.loader.skipped.values()),
         }
@@ -301,13 +309,6 @@ class _Run:
             save_trained(self.model, target, masters)
             logger.info("trained weights: %s", target)
         dist.barrier()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated on the device, or resident of this process on a CPU."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def format_recall(recall: dict[str, float]) -> str:

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from torch import Tensor, nn
 
-from dsclr.data import Batch
-from dsclr.losses import Keys, Loss
+from dsclr.data import BatchLike
+from dsclr.losses import Keys, Loss, LossOutput
+from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
+from dsclr.models.memo import Memo
 from dsclr.negatives import MemoryBank
-from dsclr.train.engine import clamp_master, master_value
+from dsclr.rng import RandomState
+from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value, separate_leaves
+from dsclr.train.retention import Retention
+from dsclr.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 KeySource = Callable[[Tensor, Tensor, Tensor], Keys]
+T = TypeVar("T")
+
+
+class OutOfMemory(RuntimeError):
+    """A step that fits no smaller; the message says what did not fit and what to do."""
+
+
+class _DoesNotFit(Exception):
+    """Some rank ran out of memory; all ranks raise this together."""
+
+    def __init__(self, phase: str, kept_rows: int) -> None:
+        super().__init__(phase)
+        self.phase, self.kept_rows = phase, kept_rows
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Attributes:
     loss: mean over all ranks; NaN if the step was skipped before the loss.
-    metrics: of the loss, this rank's.
+    metrics: of the loss, this rank's; micro_batch_size, and retained: the part of the rows whose graph was kept.
     grad_norm: global norm before clipping; NaN if skipped.
     applied: False when the weights did not change.
     """
@@ -35,21 +57,55 @@ class StepResult:
 
 
 @dataclass
-class ContrastiveStep:
-    """Forward without a graph, loss on all embeddings, then forward and backward chunk by chunk.
+class _Chunk:
+    """Rows [start, end) of the batch between the two passes.
 
-    The chunks only bound memory: loss, gradients and update are those of the whole batch at once. Every chunk's
-    second forward replays the random numbers of its first, so dropout drops the same. A batch that is one
-    chunk is run once.
+    Attributes:
+        random_state: before the forward.
+        outputs: with their graph if it is kept, without otherwise.
+        memo: what the second forward starts from.
+    """
+
+    start: int
+    end: int
+    random_state: RandomState
+    outputs: tuple[Tensor, Tensor]
+    memo: Memo | None
+
+
+@dataclass(frozen=True)
+class _LossResult:
+    value: Tensor
+    metrics: dict[str, Tensor | float]
+    keys: Keys
+    log_scale_grad: Tensor | None
+
+
+@dataclass
+class ContrastiveStep:
+    """Forward, loss on all embeddings, then the embeddings' gradients back through the encoder chunk by chunk.
+
+    The chunks only bound memory: loss, gradients and update are those of the whole batch at once. As many chunks as
+    ``retention`` allows keep their graph for the backward; the others are run again, from the same random numbers, so
+    that dropout drops the same. What does not train is not run again where that is cheap (:class:`Memo`).
+
+    The engine sees one backward a step, which hands it the summed gradients. Until then nothing of it has changed, so
+    a step that runs out of memory is done again from its start: on all ranks together, from the same rows and random
+    numbers, with half the micro-batch, which stays halved. Chunks of another size draw dropout in another order;
+    without dropout the update is the same.
 
     Args:
         engine: a DeepSpeedEngine around a ContrastiveModel.
         loss_fn: of :mod:`dsclr.losses`.
         key_source: of :mod:`dsclr.negatives`.
-        micro_batch_size: rows a chunk.
+        micro_batch_size: rows a chunk; halved when memory runs out.
         device: where the engine lives.
         max_logit_scale: the multiplicative scale is clamped to this after every step.
         bank: further keys; every step's keys are added to it.
+        retention: of graphs; None: none is kept beyond the first pass.
+
+    Attributes:
+        recoveries: how often a step was done again.
     """
 
     engine: Any
@@ -59,68 +115,210 @@ class ContrastiveStep:
     device: torch.device
     max_logit_scale: float
     bank: MemoryBank | None = None
+    retention: Retention | None = None
+    recoveries: int = field(default=0, init=False)
 
-    def __call__(self, batch: Batch, number: int = 0) -> StepResult:
+    def __post_init__(self) -> None:
+        self._retention = self.retention or Retention(0, self.device)
+        # Made beforehand: there must be room for it when there is room for nothing else.
+        self._flags = torch.zeros(3, device=self.device)
+        self._kept_rows = 0
+
+    def __call__(self, batch: BatchLike, number: int = 0) -> StepResult:
         """
         Args:
             batch: this rank's rows.
             number: of the step, from which the bank's rows age.
-        """
-        chunks = [
-            (start, min(start + self.micro_batch_size, len(batch.ids)))
-            for start in range(0, len(batch.ids), self.micro_batch_size)
-        ]
-        graphs: list[tuple[Tensor, Tensor]] = []
-        random_states: list[RandomState] = []
-        with torch.set_grad_enabled(len(chunks) == 1):
-            for start, end in chunks:
-                random_states.append(RandomState.capture(self.device))
-                graphs.append(self._encode(batch, start, end))
-        a = torch.cat([za.detach() for za, _ in graphs]).requires_grad_()
-        b = torch.cat([zb.detach() for _, zb in graphs]).requires_grad_()
-        if not self._finite_everywhere(a, b):
-            return StepResult(math.nan, {}, math.nan, applied=False)
 
+        Raises:
+            OutOfMemory: one row at a time does not fit, or the loss does not.
+        """
+        start = RandomState.capture(self.device)
+        while True:
+            try:
+                return self._attempt(batch, number)
+            except _DoesNotFit as failure:
+                phase, kept_rows = failure.phase, failure.kept_rows
+            # Only here, behind the handler: the traceback holds on to the tensors of the attempt.
+            release(self.device)
+            self._shrink(phase, kept_rows, batch.rows, number)
+            start.restore(self.device)
+
+    def _attempt(self, batch: BatchLike, number: int) -> StepResult:
+        self._kept_rows = 0
         log_scale = self.engine.module.logit_scale
+        with separate_leaves(self.engine.module) as leaves:
+            chunks = self._together("encoder forward", lambda: self._forward(batch))
+            a = torch.cat([chunk.outputs[0].detach() for chunk in chunks]).requires_grad_()
+            b = torch.cat([chunk.outputs[1].detach() for chunk in chunks]).requires_grad_()
+            if not self._finite_everywhere(a, b):
+                return StepResult(math.nan, {}, math.nan, applied=False)
+            loss = self._loss(batch, a, b, log_scale, number)
+            embeddings = (_gradient(a), _gradient(b))
+            gradients = self._together("encoder backward", lambda: self._backward(batch, chunks, embeddings, leaves))
+        if loss.log_scale_grad is not None:
+            gradients[log_scale] = loss.log_scale_grad
+
+        skipped_before = self.engine.skipped_steps
+        try:
+            deliver_gradients(self.engine, gradients)
+            self.engine.step()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"step {number + 1}: no memory for the optimizer's step: adapt fewer weights "
+                    "(dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
+                ) from error
+            raise
+        if log_scale.requires_grad:
+            clamp_master(log_scale, math.log(self.max_logit_scale))
+        if self.bank is not None:
+            self.bank.add(loss.keys.a, loss.keys.b, loss.keys.ids, number)
+        metrics = {name: float(value) for name, value in loss.metrics.items()}
+        metrics.update(micro_batch_size=min(self.micro_batch_size, batch.rows), retained=self._kept_rows / batch.rows)
+        self._retention.observe_step(peak_bytes(self.device), self._kept_rows)
+        applied = self.engine.skipped_steps == skipped_before
+        return StepResult(self._mean_over_ranks(loss.value), metrics, self._grad_norm(), applied)
+
+    def _loss(self, batch: BatchLike, a: Tensor, b: Tensor, log_scale: nn.Parameter, number: int) -> _LossResult:
+        """The loss of all rows; leaves its gradients at a and b, those of other ranks included."""
         # The optimizer's fp32 value: a bf16 copy is only good to 1 %.
         log_scale_value = master_value(log_scale).requires_grad_(log_scale.requires_grad)
         ids = batch.ids.to(self.device, non_blocking=True)
         keys = self.key_source(a, b, ids)
-        metrics = {}
+        # The loss sees gathered keys as leaves, so that it communicates nothing and may fail on one rank.
+        leaves = replace(keys, a=_leaf(keys.a, a), b=_leaf(keys.b, b))
+        metrics: dict[str, Tensor | float] = {}
         if self.bank is not None:
-            keys = replace(keys, bank=self.bank.keys(number))
-            metrics = self.bank.metrics(number)
-        output = self.loss_fn(a, b, log_scale_value.exp(), ids, keys)
-        output.loss.backward()
-        grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in (a, b)]
+            leaves = replace(leaves, bank=self.bank.keys(number))
+            metrics.update(self.bank.metrics(number))
 
-        for index, (start, end) in enumerate(chunks):
-            last = index == len(chunks) - 1
-            if len(chunks) > 1:
-                random_states[index].restore(self.device)
-                za, zb = self._encode(batch, start, end)
+        def loss() -> LossOutput:
+            output = self.loss_fn(a, b, log_scale_value.exp(), ids, leaves)
+            output.loss.backward()
+            return output
+
+        output = self._together("loss", loss)
+        if leaves.a is not a:
+            torch.autograd.backward([keys.a, keys.b], [_gradient(leaves.a), _gradient(leaves.b)])
+        metrics.update(output.metrics)
+        grad = log_scale_value.grad
+        return _LossResult(output.loss.detach(), metrics, keys, None if grad is None else grad.view_as(log_scale))
+
+    def _forward(self, batch: BatchLike) -> list[_Chunk]:
+        """The first pass, with the graphs of the first chunks."""
+        rows, retention = batch.rows, self._retention
+        chunks: list[_Chunk] = []
+        for start in range(0, rows, self.micro_batch_size):
+            end = min(start + self.micro_batch_size, rows)
+            # Asked for each chunk: measuring the first one may decide.
+            keep = len(chunks) < retention.kept_chunks(rows, self.micro_batch_size) or retention.wants_measurement
+            memo = None if keep else Memo(keep_hidden=retention.keeps_hidden(rows))
+            random_state = RandomState.capture(self.device)
+            if keep and retention.wants_measurement:
+                outputs = self._measure(batch, start, end)
+                if not retention.kept_chunks(rows, self.micro_batch_size):
+                    keep, outputs = False, (outputs[0].detach(), outputs[1].detach())
             else:
-                za, zb = graphs[0]
-            surrogate = (za * grads[0][start:end]).sum() + (zb * grads[1][start:end]).sum()
-            if last and log_scale_value.grad is not None:
-                surrogate = surrogate + (log_scale.float() * log_scale_value.grad).sum()
-            # Without this boundary DeepSpeed would keep the last chunk's gradient only.
-            self.engine.set_gradient_accumulation_boundary(last)
-            self.engine.backward(surrogate, scale_wrt_gas=False)
-        skipped_before = self.engine.skipped_steps
-        self.engine.step()
-        applied = self.engine.skipped_steps == skipped_before
-        if log_scale.requires_grad:
-            clamp_master(log_scale, math.log(self.max_logit_scale))
-        if self.bank is not None:
-            self.bank.add(keys.a, keys.b, keys.ids, number)
-        metrics.update((name, float(value)) for name, value in output.metrics.items())
-        return StepResult(self._mean_over_ranks(output.loss), metrics, self._grad_norm(), applied)
+                with torch.set_grad_enabled(keep):
+                    outputs = self._encode(batch, start, end, memo)
+            if keep:
+                self._kept_rows += end - start
+            if memo is not None and memo.hidden:
+                retention.observe_hidden(end - start, memo.hidden_bytes)
+            chunks.append(_Chunk(start, end, random_state, outputs, memo))
+        return chunks
 
-    def _encode(self, batch: Batch, start: int, end: int) -> tuple[Tensor, Tensor]:
-        a = batch.a[start:end].to(self.device, non_blocking=True)
-        b = batch.b[start:end].to(self.device, non_blocking=True)
-        return self.engine(a, b)
+    def _measure(self, batch: BatchLike, start: int, end: int) -> tuple[Tensor, Tensor]:
+        with measured(self.device) as use, torch.enable_grad():
+            outputs = self._encode(batch, start, end, None)
+        self._retention.observe_graph(end - start, use.kept_bytes)
+        return outputs
+
+    def _backward(
+        self,
+        batch: BatchLike,
+        chunks: list[_Chunk],
+        embeddings: tuple[Tensor, Tensor],
+        leaves: dict[nn.Parameter, nn.Parameter],
+    ) -> dict[nn.Parameter, Tensor]:
+        """The second pass: fp32 gradients of the parameters, summed over the chunks in their order."""
+        scale = loss_scale(self.engine)
+        gradients: dict[nn.Parameter, Tensor] = {}
+        while chunks:
+            chunk = chunks.pop(0)
+            outputs = chunk.outputs
+            if not any(z.requires_grad for z in outputs):
+                chunk.random_state.restore(self.device)
+                outputs = self._encode(batch, chunk.start, chunk.end, chunk.memo)
+            # A side that does not train has no graph.
+            sides = [i for i in (0, 1) if outputs[i].requires_grad]
+            if sides:
+                torch.autograd.backward(
+                    [outputs[i] for i in sides], [embeddings[i][chunk.start : chunk.end] * scale for i in sides]
+                )
+            for parameter, leaf in leaves.items():
+                if leaf.grad is None:
+                    continue
+                if parameter in gradients:
+                    gradients[parameter].add_(leaf.grad, alpha=1 / scale)
+                else:
+                    gradients[parameter] = leaf.grad.float() / scale if scale != 1 else leaf.grad.float()
+                leaf.grad = None
+        return gradients
+
+    def _encode(self, batch: BatchLike, start: int, end: int, memo: Memo | None) -> tuple[Tensor, Tensor]:
+        a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
+        # Not through the engine: its hooks belong to a backward of its own.
+        with autocast_if_enabled(self.engine):
+            return self.engine.module(a, b, memo)
+
+    def _together(self, phase: str, work: Callable[[], T]) -> T:
+        """A phase in which every rank works alone; if it does not fit one of them, all give it up."""
+        result: T | None = None
+        failed = False
+        try:
+            result = work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+            logger.debug("out of memory: %s", error)
+        self._flags[0], self._flags[1] = float(failed), float(self._kept_rows)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
+        if bool(self._flags[0]):
+            raise _DoesNotFit(phase, int(self._flags[1]))
+        return result  # type: ignore[return-value]
+
+    def _shrink(self, phase: str, kept_rows: int, rows: int, number: int) -> None:
+        """Less memory for the next attempt. All ranks decide alike: kept_rows is the most of any."""
+        before = min(self.micro_batch_size, rows)
+        if rows == 1 or (phase == "loss" and not kept_rows):
+            raise OutOfMemory(
+                f"step {number + 1}: out of memory in the {phase} on {rows} rows a rank, with no graph kept beside it: "
+                "lower dsclr.loss.block_size or dsclr.loss.k, use topk or exact instead of dense, a smaller "
+                "dsclr.negatives.bank, or lower train_batch_size"
+            )
+        if before == 1 and not kept_rows:
+            raise OutOfMemory(
+                f"step {number + 1}: out of memory in the {phase} with a micro-batch of 1 row: switch on "
+                '"activation_checkpointing": {}, use bf16, a smaller model or another card'
+            )
+        self.recoveries += 1
+        # The loss needs none of the chunk's memory, unless the only chunk's graph stands beside it.
+        if phase != "loss" or before == rows:
+            self.micro_batch_size = max(1, (before + 1) // 2)
+        self._retention.shrink(0 if phase == "loss" else kept_rows)
+        logger.warning(
+            "step %d: out of memory in the %s; done again from its start with micro-batches of %d rows (%d before) and "
+            "at most %s of graphs kept; the result is the same",
+            number + 1,
+            phase,
+            self.micro_batch_size,
+            before,
+            format_bytes(self._retention.budget or 0),
+        )
 
     def _finite_everywhere(self, a: Tensor, b: Tensor) -> bool:
         """Whether all embeddings are finite, agreed between the ranks so that none waits for another."""
@@ -141,19 +339,9 @@ class ContrastiveStep:
         return math.nan if norm is None else float(norm)
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """torch's random numbers on the host and on the device."""
+def _leaf(keys: Tensor, own: Tensor) -> Tensor:
+    return keys if keys is own else keys.detach().requires_grad_()
 
-    host: Tensor
-    device: Tensor | None
 
-    @classmethod
-    def capture(cls, device: torch.device) -> RandomState:
-        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(torch.get_rng_state(), on_device)
-
-    def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            torch.get_device_module(device).set_rng_state(self.device, device)
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad

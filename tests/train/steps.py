@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dsclr.models import build_model, enable_activation_checkpointing
 from dsclr.negatives import KEY_SOURCES
 from dsclr.train import runtime
 from dsclr.train.engine import build_engine, engine_config, master_value, parameter_groups
+from dsclr.train.retention import Retention
 from dsclr.train.step import ContrastiveStep
 from tests.oracle import dense_loss
 
@@ -98,9 +100,18 @@ def named(model: Any, values: Any) -> dict[str, Tensor]:
 
 
 def engine_step(
-    world: runtime.Runtime, config: Config, batch: Batch, steps: int = 1, max_scale: float = 100.0
+    world: runtime.Runtime,
+    config: Config,
+    batch: Batch,
+    steps: int = 1,
+    max_scale: float = 100.0,
+    prepare: Callable[[ContrastiveStep], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Weights before and after, as the optimizer keeps them, and the loss."""
+    """Weights before and after, as the optimizer keeps them, the loss, the metrics, and the next random number.
+
+    Args:
+        prepare: called with the step before the first.
+    """
     config = config.with_world_size(world.world_size)
     model = make_model(config)
     enable_activation_checkpointing(model, config.raw)
@@ -113,7 +124,9 @@ def engine_step(
         config.micro_batch_size,
         world.device,
         max_scale,
+        retention=Retention(config.dsclr.step.retain, world.device),
     )
+    prepare(step)
     rows = len(batch.ids) // world.world_size
     own = slice(world.rank * rows, (world.rank + 1) * rows)
     torch.manual_seed(2)
@@ -123,7 +136,16 @@ def engine_step(
     assert result is not None
     after = named(model, master_value)
     module = {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}
-    return {"before": before, "after": after, "module": module, "loss": result.loss, "grad_norm": result.grad_norm}
+    return {
+        "before": before,
+        "after": after,
+        "module": module,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "metrics": result.metrics,
+        "recoveries": step.recoveries,
+        "random": torch.rand(1),
+    }
 
 
 def plain_step(config: Config, batch: Batch) -> dict[str, Any]:

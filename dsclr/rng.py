@@ -1,0 +1,26 @@
+"""torch's random numbers as a value that can be kept and put back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of the generators on the host and on the device (None: there is only the host's)."""
+
+    host: Tensor
+    device: Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.get_device_module(device).set_rng_state(self.device, device)
