@@ -1,10 +1,11 @@
-"""Time and memory of the losses against bare matrix products, dense losses and faiss, as ratios of one run.
+"""Time and memory of the losses against bare matrix products, other losses and faiss, as ratios of one run.
 
     python tools/bench_loss.py --output tools/results/bench_loss.json
 
-Every repeat visits all cases in turn, so that a machine whose speed drifts treats them alike; a ratio is that of
-medians. Memory is the rise of a fresh process's peak over its inputs and gradients. Needs the extra ``bench`` for faiss
-and plots.
+Every repeat visits all cases in turn, with the same threads, so that a machine whose speed drifts treats them alike; a
+ratio is that of medians. That all losses compared are one and the same is checked first. Memory is the rise of a fresh
+process's peak over its inputs and gradients. Needs the extra ``bench`` for faiss and plots; the cases stand in
+bench_loss_cases.py.
 """
 
 from __future__ import annotations
@@ -17,21 +18,38 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from bench_loss_cases import (  # type: ignore[import-not-found]
+    MINI_BATCHES,
+    all_steps,
+    check_agreement,
+    class_sorted,
+    sparse_step,
+    unit,
+)
+from bench_loss_report import markdown, plot  # type: ignore[import-not-found]
 from torch import Tensor
 
-from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, Loss, TopKInfoNCE
-from dsclr.ops import Kept, NativeUnavailable, expected_skip_rate, sparse_infonce, topk_scan, topk_scan_pair
+from dsclr.ops import NativeUnavailable, expected_skip_rate, topk_scan, topk_scan_pair
 from dsclr.ops.native import choose_backend
-from dsclr.ops.streamed import streamed_infonce
+from dsclr.ops.streamed import TILE_SCORES
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
 
 Case = Callable[[], Any]
+# Symmetric losses in the table of memory: all but the torch scan's.
+CACHED = tuple(f"cached_stage_{size}" for size in MINI_BATCHES)
+MEMORY = ("topk", "exact", "dense", "clip_loss", *CACHED, "infcl")
+MEMORY_ONE_DIRECTION = ("topk", "exact", "dense", "linear_cross_entropy_chunked")
+# Those that hold the matrix are not tried on a CPU beyond so many scores: some ten float32 matrices, 10 GB.
+DENSE = ("dense", "clip_loss")
+DENSE_SCORES = 16384**2
+BEYOND = (65536, 131072, 262144)
+CLASSES = 64
 
 
 def main() -> None:
@@ -43,26 +61,39 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--memory-rows", type=int, nargs="*", default=[4096, 8192, 16384, 32768], help="N = M")
-    parser.add_argument("--output", type=Path, help="JSON; a plot of the same name with .png beside it")
-    parser.add_argument("--measure-memory", nargs=2, metavar=("LOSS", "N"), help=argparse.SUPPRESS)
+    parser.add_argument("--growth-keys", type=int, nargs="*", default=[4096, 16384, 65536], help="M, N as in --rows")
+    parser.add_argument("--output", type=Path, help="JSON; a table (.md) and plots (.png) of the same name beside it")
+    parser.add_argument("--markdown", type=Path, help="the table elsewhere")
+    parser.add_argument("--measure-memory", nargs=3, metavar=("CASE", "N", "M"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure_memory:
-        name, rows = options.measure_memory
-        print(_peak_of(name, int(rows), options.dim, options.k, torch.device(options.device)))
+        name, rows, keys = options.measure_memory
+        print(_peak_of(name, int(rows), int(keys), options.dim, options.k, torch.device(options.device)))
         return
+    if options.rows > min([options.keys, *options.growth_keys]):
+        parser.error("--rows must not exceed --keys and --growth-keys: each row's positive is a key")
     result = {
         "what": "dsclr loss benchmark; times in seconds, medians; memory in bytes",
         "shape": {name: getattr(options, name) for name in ("rows", "keys", "dim", "k")},
         "block_size": DEFAULT_BLOCK_SIZE,
         "machine": _machine(options.device),
+        "agreement": check_agreement(options.device),
         **_times(options),
+        "pruning": _pruning(options),
         "memory": _memory(options),
     }
-    _print(result)
+    result["growth"]["bytes"] = _memory_of_keys(options)
+    result["formula"] = _formulas(options, result["growth"]["seconds_per_score"])
+    text = markdown(result)
+    print(f"\n{text}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=2) + "\n")
-        _plot(result, options.output.with_suffix(".png"))
+        plot(result, options.output.with_suffix(".png"))
+    table = options.markdown or (options.output and options.output.with_suffix(".md"))
+    if table:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(text)
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -76,89 +107,49 @@ def _machine(device: str) -> dict[str, Any]:
     }
 
 
-def _unit(rows: int, dim: int, seed: int, device: str | torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device)
-
-
 def _cases(options: argparse.Namespace) -> dict[str, Case]:
     n, m, d, k, device = options.rows, options.keys, options.dim, options.k, options.device
-    q, keys = _unit(n, d, 0, device).requires_grad_(), _unit(m, d, 1, device).requires_grad_()
-    b = _unit(n, d, 2, device).requires_grad_()
+    q, b, keys = (unit(rows, d, seed, device).requires_grad_() for rows, seed in ((n, 0), (n, 2), (m, 1)))
     scale = torch.tensor(50.0, device=device, requires_grad=True)
-    labels = torch.arange(n, device=device)
-    key_ids = torch.arange(m, device=device)
-    plain_q, plain_keys = q.detach(), keys.detach()
-    half_q, half_keys = plain_q.bfloat16(), plain_keys.bfloat16()
+    labels, key_ids = torch.arange(n, device=device), torch.arange(m, device=device)
+    plain_q, plain_b, plain_keys = q.detach(), b.detach(), keys.detach()
 
-    def products(left: Tensor, right: Tensor) -> Case:
-        buffer = left.new_empty(2048 * min(DEFAULT_BLOCK_SIZE, len(right)))
+    def scan(left: Tensor, right: Tensor, **more: Any) -> Case:
+        return partial(topk_scan, left, right, k, q_ids=labels, key_ids=key_ids[: len(right)], **more)
 
-        def run() -> None:
-            for rows in left.split(2048):
-                for columns in right.split(DEFAULT_BLOCK_SIZE):
-                    out = buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
-                    torch.mm(rows, columns.T, out=out)
-
-        return run
-
-    def one_direction(loss_fn: Any) -> Case:
-        def run() -> None:
-            _clear(q, keys, scale)
-            positive = (q * keys[:n]).sum(1)
-            loss_fn(positive).backward()
-
-        return run
-
-    def topk_loss(positive: Tensor) -> Tensor:
-        top = topk_scan(plain_q, plain_keys, k, q_ids=labels, key_ids=key_ids)
-        return sparse_infonce(q, keys[:n], positive, [Kept(q, keys, top)], scale)
-
-    def exact_loss(positive: Tensor) -> Tensor:
-        return streamed_infonce(q, keys, positive, scale, labels, key_ids)
-
-    def dense_loss(positive: Tensor) -> Tensor:
-        return F.cross_entropy(q @ keys.T * scale, labels)
-
-    top = topk_scan(plain_q, plain_keys, k, q_ids=labels, key_ids=key_ids)
-    positive = (plain_q * plain_keys[:n]).sum(1)
-
-    def sparse() -> None:
-        _clear(q, keys, scale)
-        sparse_infonce(q, keys[:n], positive, [Kept(q, keys, top)], scale).backward()
-
-    symmetric = {
-        "symmetric_pair": lambda: topk_scan_pair(plain_q, b.detach(), k, ids=labels),
-        "symmetric_two_calls": lambda: (
-            topk_scan(plain_q, b.detach(), k, q_ids=labels, key_ids=labels),
-            topk_scan(b.detach(), plain_q, k, q_ids=labels, key_ids=labels),
-        ),
-    }
     cases: dict[str, Case] = {
-        "gemm_fp32": products(plain_q, plain_keys),
-        "gemm_bf16": products(half_q, half_keys),
-        "scan": lambda: topk_scan(plain_q, plain_keys, k, q_ids=labels, key_ids=key_ids),
-        "scan_torch": lambda: topk_scan(plain_q, plain_keys, k, q_ids=labels, key_ids=key_ids, backend="torch"),
-        "topk_forward_backward": one_direction(topk_loss),
-        "sparse_forward_backward": sparse,
-        "exact_forward_backward": one_direction(exact_loss),
-        "dense_forward_backward": one_direction(dense_loss),
-        **symmetric,
+        "gemm_fp32": _products(plain_q, plain_keys),
+        "gemm_bf16": _products(plain_q.bfloat16(), plain_keys.bfloat16()),
+        "scan": scan(plain_q, plain_keys),
+        "scan_torch": scan(plain_q, plain_keys, backend="torch"),
+        "sparse_forward_backward": partial(sparse_step(scan(plain_q, plain_keys)()), q, keys, scale),
+        "symmetric_gemm_fp32": _products(plain_q, plain_b),
+        "symmetric_pair": lambda: topk_scan_pair(plain_q, plain_b, k, ids=labels),
+        "symmetric_two_calls": lambda: (scan(plain_q, plain_b)(), scan(plain_b, plain_q)()),
     }
     index = _faiss(plain_keys)
     if index is not None:
-        queries = plain_q.numpy()
-        cases["faiss_flat_ip"] = lambda: index.search(queries, k)
-    if hasattr(F, "linear_cross_entropy"):
-        cases["torch_linear_cross_entropy"] = one_direction(
-            lambda positive: F.linear_cross_entropy(q * scale, keys, labels)
-        )
+        cases["faiss_flat_ip"] = partial(index.search, plain_q.numpy(), k)
+    for name, step in all_steps(k).items():
+        cases[name] = partial(step, q, b if name.startswith("symmetric") else keys, scale)
+    most = unit(max([1, *options.growth_keys]), d, 1, device)
+    for count in options.growth_keys:
+        ids = torch.arange(count, device=device)
+        cases[f"gemm_fp32/{count}"] = _products(plain_q, most[:count])
+        cases[f"scan/{count}"] = partial(topk_scan, plain_q, most[:count], k, q_ids=labels, key_ids=ids)
     return cases
 
 
-def _clear(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.grad = None
+def _products(left: Tensor, right: Tensor) -> Case:
+    """All scores in the tiles of a scan, into one buffer."""
+    buffer = left.new_empty(2048 * min(DEFAULT_BLOCK_SIZE, len(right)))
+
+    def run() -> None:
+        for rows in left.split(2048):
+            for columns in right.split(DEFAULT_BLOCK_SIZE):
+                torch.mm(rows, columns.T, out=buffer[: len(rows) * len(columns)].view(len(rows), len(columns)))
+
+    return run
 
 
 def _faiss(keys: Tensor) -> Any:
@@ -188,45 +179,94 @@ def _times(options: argparse.Namespace) -> dict[str, Any]:
             _synchronise(options.device)
             times[name].append(time.perf_counter() - start)
             print(f"repeat {repeat + 1}/{options.repeats}  {name}  {times[name][-1]:.3f} s", file=sys.stderr)
-    median = {name: statistics.median(values) for name, values in times.items() if values}
-
-    def ratio(one: str, other: str, factor: float = 1.0) -> float | None:
-        return median[one] / (factor * median[other]) if one in median and other in median else None
-
-    q, keys = _unit(options.rows, options.dim, 0, options.device), _unit(options.keys, options.dim, 1, options.device)
-    stats = topk_scan(q, keys, options.k).stats
+    median = {name: statistics.median(values) for name, values in times.items()}
+    growth = {name: [median[f"{name}/{m}"] for m in options.growth_keys] for name in ("gemm_fp32", "scan")}
     return {
-        "backend": _backend(q),
+        "backend": _backend(options.device),
         "seconds": times,
-        "ratios": {
-            "scan / bare bf16 product": ratio("scan", "gemm_bf16"),
-            "scan / bare fp32 product": ratio("scan", "gemm_fp32"),
-            "scan / faiss IndexFlatIP": ratio("scan", "faiss_flat_ip"),
-            "scan in PyTorch operations / scan": ratio("scan_torch", "scan"),
-            "topk forward + backward / bare fp32 product": ratio("topk_forward_backward", "gemm_fp32"),
-            "topk forward + backward / dense cross-entropy": ratio("topk_forward_backward", "dense_forward_backward"),
-            "exact forward + backward / three bare fp32 products": ratio("exact_forward_backward", "gemm_fp32", 3),
-            "exact forward + backward / F.linear_cross_entropy": ratio(
-                "exact_forward_backward", "torch_linear_cross_entropy"
-            ),
-            "both directions from one tile / two calls": ratio("symmetric_pair", "symmetric_two_calls"),
-            "sparse loss forward + backward / scan": ratio("sparse_forward_backward", "scan"),
-        },
-        "pruning": {
-            "skip_rate": stats.skip_rate,
-            "expected_skip_rate": expected_skip_rate(options.k, DEFAULT_BLOCK_SIZE, options.keys),
-            "selection_work": stats.selection_work,
-            "k": options.k,
-            "block_size": DEFAULT_BLOCK_SIZE,
-            "keys": options.keys,
-            "order": "random",
+        "ratios": _ratios(median),
+        "growth": {
+            "rows": options.rows,
+            "keys": options.growth_keys,
+            **growth,
+            "scan / gemm_fp32": [s / g for s, g in zip(growth["scan"], growth["gemm_fp32"], strict=True)],
+            "seconds_per_score": median["scan"] / (options.rows * options.keys),
         },
     }
 
 
-def _backend(q: Tensor) -> str:
+def _ratios(median: dict[str, float]) -> dict[str, float | None]:
+    def ratio(one: str, other: str, factor: float = 1.0) -> float | None:
+        return median[one] / (factor * median[other]) if one in median and other in median else None
+
+    topk, exact = "topk_forward_backward", "exact_forward_backward"
+    ratios = {
+        "scan / bare bf16 product": ratio("scan", "gemm_bf16"),
+        "scan / bare fp32 product": ratio("scan", "gemm_fp32"),
+        "scan / faiss IndexFlatIP": ratio("scan", "faiss_flat_ip"),
+        "scan in PyTorch operations / scan": ratio("scan_torch", "scan"),
+        "sparse loss forward + backward / scan": ratio("sparse_forward_backward", "scan"),
+        "topk forward + backward / bare fp32 product": ratio(topk, "gemm_fp32"),
+        "topk in PyTorch operations / topk, forward + backward": ratio("topk_torch_forward_backward", topk),
+        "exact forward + backward / three bare fp32 products": ratio(exact, "gemm_fp32", 3),
+    }
+    others = {
+        "dense cross-entropy": "dense_forward_backward",
+        "F.linear_cross_entropy": "linear_cross_entropy_forward_backward",
+        "F.linear_cross_entropy, chunked": "linear_cross_entropy_chunked_forward_backward",
+    }
+    for name, case in others.items():
+        ratios[f"topk forward + backward / {name}"] = ratio(topk, case)
+        ratios[f"exact forward + backward / {name}"] = ratio(exact, case)
+    ratios["both directions from one tile / two calls"] = ratio("symmetric_pair", "symmetric_two_calls")
+    ratios["symmetric topk / bare fp32 product"] = ratio("symmetric_topk", "symmetric_gemm_fp32")
+    ratios["symmetric topk in PyTorch operations / symmetric topk"] = ratio("symmetric_topk_torch", "symmetric_topk")
+    ratios["symmetric exact / four bare fp32 products"] = ratio("symmetric_exact", "symmetric_gemm_fp32", 4)
+    others = {
+        "dense autograd": "symmetric_dense",
+        "open_clip ClipLoss": "symmetric_clip_loss",
+        **{
+            f"sentence-transformers' cached stage, {size} rows": f"symmetric_cached_stage_{size}"
+            for size in MINI_BATCHES
+        },
+        "Inf-CL, tile by tile": "symmetric_infcl",
+    }
+    for name, case in others.items():
+        ratios[f"symmetric topk / {name}"] = ratio("symmetric_topk", case)
+        ratios[f"symmetric exact / {name}"] = ratio("symmetric_exact", case)
+    return ratios
+
+
+def _pruning(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a scan skips with keys in random order, and with queries and keys sorted by class."""
+    n, m, d, k, device = options.rows, options.keys, options.dim, options.k, options.device
+    orders = {
+        "random": (unit(n, d, 0, device), unit(m, d, 1, device)),
+        f"sorted by class, {CLASSES} classes": (
+            class_sorted(n, d, 1, CLASSES, device),
+            class_sorted(m, d, 2, CLASSES, device),
+        ),
+    }
+    records = []
+    for order, (q, keys) in orders.items():
+        stats = topk_scan(q, keys, k).stats
+        records.append(
+            {
+                "order": order,
+                "skip_rate": stats.skip_rate,
+                "expected_skip_rate": expected_skip_rate(k, DEFAULT_BLOCK_SIZE, m),
+                "selection_work": stats.selection_work,
+                "k": k,
+                "block_size": DEFAULT_BLOCK_SIZE,
+                "keys": m,
+            }
+        )
+    return records
+
+
+def _backend(device: str) -> str:
     try:
-        return choose_backend("native", q.device, q.dtype)
+        return choose_backend("native", torch.device(device), torch.float32)
     except NativeUnavailable:
         return "torch"
 
@@ -236,24 +276,21 @@ def _synchronise(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak_of(name: str, n: int, dim: int, k: int, device: torch.device) -> int:
-    """Bytes of a loss's forward and backward (clip, N rows) beyond inputs and gradients, in this process."""
-    losses: dict[str, Loss] = {"topk": TopKInfoNCE(k), "exact": ExactInfoNCE(), "dense": DenseInfoNCE()}
-    a, b = (_unit(n, dim, seed, device).requires_grad_() for seed in (0, 1))
+def _peak_of(name: str, n: int, m: int, dim: int, k: int, device: torch.device) -> int:
+    """Bytes of one forward and backward beyond inputs and gradients, in this process."""
+    step = all_steps(k)[name]
+    a, b = unit(n, dim, 0, device).requires_grad_(), unit(m, dim, 1, device).requires_grad_()
     scale = torch.tensor(50.0, device=device, requires_grad=True)
-    ids = torch.arange(n, device=device)
-    # Libraries and thread pools on a small problem first, gradients in place.
-    small = slice(0, 64)
-    losses[name](a[small], b[small], scale, ids[small], Keys(a[small], b[small], ids[small])).loss.backward()
-    losses[name](a[small], b[small], scale, ids[small]).loss.backward()
+    # Libraries and thread pools on a small problem first.
+    step(*(x[:64].detach().requires_grad_() for x in (a, b)), scale)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     else:
         before = _resident()
         _reset_peak()
-    losses[name](a, b, scale, ids).loss.backward()
-    gradients = 2 * a.numel() * a.element_size()  # of the inputs, before they are added to what is there
+    outcome = step(a, b, scale)
+    gradients = sum(x.numel() * x.element_size() for x in (*outcome.a, *outcome.b))
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device)) - before - gradients
     return _peak() - before - gradients
@@ -273,69 +310,75 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
+def _measured(options: argparse.Namespace, case: str, n: int, m: int, dense: bool) -> int | None:
+    """What :func:`_peak_of` returns in a fresh process; None where it fails or is not tried."""
+    if dense and n * m > DENSE_SCORES and torch.device(options.device).type == "cpu":
+        return None
+    words = [sys.executable, __file__, "--measure-memory", case, str(n), str(m)]
+    words += ["--dim", str(options.dim), "--k", str(options.k), "--device", options.device]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{case}, {n} rows, {m} keys: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    print(f"memory  {case}  {n} x {m}  {int(done.stdout.split()[-1]) / 1e6:.1f} MB", file=sys.stderr)
+    return int(done.stdout.split()[-1])
+
+
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
-    table: dict[str, Any] = {"rows": options.memory_rows}
-    for name in ("topk", "exact", "dense"):
-        table[name] = []
-        for n in options.memory_rows:
-            # dense holds some ten matrices of N x N
-            if name == "dense" and n > 16384 and torch.device(options.device).type == "cpu":
-                table[name].append(None)
-                continue
-            words = [sys.executable, __file__, "--measure-memory", name, str(n)]
-            words += ["--dim", str(options.dim), "--k", str(options.k), "--device", options.device]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{name} at {n} rows: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-            table[name].append(int(done.stdout.split()[-1]) if done.returncode == 0 else None)
-    table["topk_formula"] = [_formula(n, options.k) for n in options.memory_rows]
-    table["dense / topk"] = [d / t if d and t else None for d, t in zip(table["dense"], table["topk"], strict=True)]
-    table["topk / formula"] = [t / f if t else None for t, f in zip(table["topk"], table["topk_formula"], strict=True)]
-    return table
+    """Symmetric losses by the number of rows."""
+    rows = options.memory_rows
+    table = {name: [_measured(options, f"symmetric_{name}", n, n, name in DENSE) for n in rows] for name in MEMORY}
+    formula = {
+        "topk": [_topk_formula(n, options.k) for n in rows],
+        "exact": [_exact_formula(n, options.dim) for n in rows],
+    }
+    ratios = {}
+    for ours in formula:
+        for name in MEMORY:
+            if name not in formula:
+                ratios[f"{name} / {ours}"] = _quotients(table[name], table[ours])
+        ratios[f"{ours} / formula"] = _quotients(table[ours], formula[ours])
+    return {"rows": rows, "bytes": table, "formula": formula, "ratios": ratios}
 
 
-def _formula(n: int, k: int) -> int:
-    """Of TopKInfoNCE with one tile for both directions: results, candidates of one side, tile, sparse gradients."""
-    tile = 4 * min(n, DEFAULT_BLOCK_SIZE) ** 2
-    results = 2 * 12 * n * k
+def _quotients(one: Sequence[int | None], other: Sequence[int | None]) -> list[float | None]:
+    return [x / y if x and y else None for x, y in zip(one, other, strict=True)]
+
+
+def _memory_of_keys(options: argparse.Namespace) -> dict[str, list[int | None]]:
+    """Losses of one direction by the number of keys."""
+    cases = {name: f"{name}_forward_backward" for name in MEMORY_ONE_DIRECTION}
+    there = all_steps(options.k)
+    return {
+        name: [_measured(options, case, options.rows, m, name in DENSE) for m in options.growth_keys]
+        for name, case in cases.items()
+        if case in there
+    }
+
+
+def _formulas(options: argparse.Namespace, seconds_per_score: float) -> dict[str, Any]:
+    return {
+        "what": "N = M beyond what is measured: bytes of the symmetric losses from their buffers, dense at least one "
+        "float32 matrix of scores; seconds of the scan of one direction as N x M of the measured one",
+        "rows": list(BEYOND),
+        "topk": [_topk_formula(n, options.k) for n in BEYOND],
+        "exact": [_exact_formula(n, options.dim) for n in BEYOND],
+        "dense_at_least": [4 * n * n for n in BEYOND],
+        "scan_seconds": [seconds_per_score * n * n for n in BEYOND],
+    }
+
+
+def _topk_formula(n: int, k: int) -> int:
+    """Of TopKInfoNCE: results of both sides and the parts that one is joined from, candidates of the other, a tile."""
+    results = 3 * 12 * n * k
     candidates = 8 * n * (k + max(16, k // 4) + max(32, k // 2))
-    return results + candidates + tile
+    return results + candidates + 4 * min(n, DEFAULT_BLOCK_SIZE) ** 2
 
 
-def _print(result: dict[str, Any]) -> None:
-    print(f"\n{result['machine']}, {result['backend']} scan, {result['shape']}\n")
-    for name, value in result["ratios"].items():
-        print(f"{name:<58} {'not measured' if value is None else f'{value:.3f}'}")
-    memory = result["memory"]
-    print(f"\n{'rows':>8} {'topk':>10} {'exact':>10} {'dense':>10}  MB beyond inputs and gradients")
-    for i, n in enumerate(memory["rows"]):
-        cells = [memory[name][i] for name in ("topk", "exact", "dense")]
-        print(f"{n:>8} " + " ".join(f"{'-' if c is None else f'{c / 1e6:.1f}':>10}" for c in cells))
-    print(f"\npruning: {result['pruning']}")
-
-
-def _plot(result: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print("no plot: pip install 'dsclr[bench]'", file=sys.stderr)
-        return
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    memory = result["memory"]
-    for name in ("dense", "exact", "topk"):
-        points = [(n, v / 1e6) for n, v in zip(memory["rows"], memory[name], strict=True) if v]
-        left.plot(*zip(*points, strict=True), marker="o", label=name)
-    left.set(xscale="log", yscale="log", xlabel="rows N", ylabel="MB beyond inputs and gradients")
-    left.legend()
-    medians = {n: statistics.median(v) for n, v in result["seconds"].items() if v and n != "gemm_bf16"}
-    base = medians["gemm_fp32"]
-    right.barh(list(medians), [v / base for v in medians.values()])
-    right.set(xlabel="time / bare fp32 product of N x M")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+def _exact_formula(n: int, dim: int) -> int:
+    """Of ExactInfoNCE: three tiles at work, or two of them while the gradients are multiplied by the loss's factor."""
+    tile = 4 * min(n * n, max(TILE_SCORES, 16 * n))
+    return max(3 * tile, 2 * tile + 2 * 4 * n * dim)
 
 
 if __name__ == "__main__":
