@@ -19,6 +19,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-steps", type=int, metavar="N", help="stop after step N with a checkpoint (the schedule stays)"
     )
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print everything, train nothing")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare one scaled-down step with a dense one, print a table, train nothing",
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -40,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     from dsclr.logs import configure_logging
 
     configure_logging(rank)
-    from dsclr.train import BadDataError, OutOfMemory, TrainingError, make_plan, runtime, train
+    from dsclr.train import BadDataError, OutOfMemory, TrainingError, make_plan, runtime, train, verify
 
     try:
         device = runtime.device_type()
@@ -49,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
             if rank == 0:
                 print(json.dumps(plan.describe(), indent=2))
             return 0
+        if options.verify:
+            verification = verify(plan, runtime.start())
+            if rank == 0:
+                print(verification.table())
+            return 0 if verification.agrees else 1
         plan.folder.check(plan.config, options.resume)
         train(plan, runtime.start(), resume=options.resume, stop_after=options.max_steps)
     except (ConfigError, TrainingError, OutOfMemory, BadDataError) as error:

@@ -3,5 +3,6 @@
 from dsclr.data import BadDataError
 from dsclr.train.loop import Plan, TrainingError, make_plan, train
 from dsclr.train.step import OutOfMemory
+from dsclr.train.verify import verify
 
-__all__ = ["BadDataError", "OutOfMemory", "Plan", "TrainingError", "make_plan", "train"]
+__all__ = ["BadDataError", "OutOfMemory", "Plan", "TrainingError", "make_plan", "train", "verify"]

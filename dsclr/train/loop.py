@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -11,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from dsclr.config import Config, ConfigError
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
 from dsclr.data.dataset import ShardDataset
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.losses import build_loss
-from dsclr.memory import peak_bytes
+from dsclr.memory import capacity_bytes, peak_bytes
 from dsclr.models import (
     ContrastiveModel,
     ImageSettings,
@@ -29,9 +31,10 @@ from dsclr.models import (
     save_trained,
 )
 from dsclr.negatives import KEY_SOURCES, MemoryBank
+from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
 from dsclr.report.progress import ProgressDisplay
-from dsclr.report.run_folder import RunFolder
+from dsclr.report.run_folder import RunFolder, write_atomically
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.engine import build_engine, engine_config, master_value
 from dsclr.train.retention import Retention
@@ -174,6 +177,7 @@ class _Run:
             self.bank,
             Retention(ours.step.retain, runtime.device, runtime.local_world_size),
         )
+        self._forecast()
         trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         logger.info(
             "%s, %s of %s parameters train, %d ranks on %s, batch %d in micro-batches of %d, %d steps over %d samples",
@@ -188,6 +192,28 @@ class _Run:
             plan.dataset.order.epoch_samples,
         )
         self.display = ProgressDisplay(plan.total_steps, self.progress.step, runtime.is_main)
+
+    def _forecast(self) -> None:
+        """What the run will need of memory: a line in the log, and plan.json."""
+        runtime, folder = self.runtime, self.plan.folder
+        planner = make_planner(
+            self.plan.config,
+            runtime.world_size,
+            self.model,
+            self.plan.tokenizer,
+            both=False,
+            autocast=autocast_if_enabled(self.engine),
+        )
+        device_bytes = capacity_bytes(runtime.device, runtime.local_world_size)
+        forecast = planner.forecast(planner.configured(device_bytes))
+        if runtime.is_main:
+            write_atomically(folder.path / "plan.json", json.dumps(forecast.as_dict(), indent=2) + "\n")
+        logger.info("memory: %s", summary(forecast, device_bytes))
+        if forecast.peak_bytes > device_bytes:
+            logger.warning(
+                "that is more than there is: tools/plan.py finds settings that fit. The run goes on, with smaller "
+                "micro-batches when memory runs out"
+            )
 
     def _resume(self) -> Progress:
         complete = self.checkpoints.complete()

@@ -93,5 +93,10 @@ class Retention:
 
     def shrink(self, kept_rows: int) -> None:
         """After running out of memory with the graphs of ``kept_rows`` rows kept: half of that, and no more."""
-        kept = int(kept_rows * (self.graph_bytes or 0) / 2)
-        self.budget = kept if self.budget is None else min(self.budget // 2, kept)
+        if kept_rows:
+            kept = int(kept_rows * (self.graph_bytes or 0) / 2)
+            self.budget = kept if self.budget is None else min(self.budget // 2, kept)
+
+    def drop(self) -> None:
+        """Keep nothing any more."""
+        self.budget = 0

@@ -309,15 +309,18 @@ class ContrastiveStep:
         # The loss needs none of the chunk's memory, unless the only chunk's graph stands beside it.
         if phase != "loss" or before == rows:
             self.micro_batch_size = max(1, (before + 1) // 2)
-        self._retention.shrink(0 if phase == "loss" else kept_rows)
+        if phase == "loss":
+            self._retention.drop()
+        else:
+            self._retention.shrink(kept_rows)
         logger.warning(
             "step %d: out of memory in the %s; done again from its start with micro-batches of %d rows (%d before) and "
-            "at most %s of graphs kept; the result is the same",
+            "%s of graphs kept; the result is the same",
             number + 1,
             phase,
             self.micro_batch_size,
             before,
-            format_bytes(self._retention.budget or 0),
+            "what fits" if self._retention.budget is None else f"at most {format_bytes(self._retention.budget)}",
         )
 
     def _finite_everywhere(self, a: Tensor, b: Tensor) -> bool:

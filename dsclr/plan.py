@@ -1,0 +1,410 @@
+"""What a run will need of memory, part by part, and which settings fit a card.
+
+The encoder is measured on two small micro-batches and extended in proportion; everything else follows from shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsclr.config import Config, ConfigError
+from dsclr.losses.footprint import CLIP_LOSS_MATRICES, dense_bytes, loss_bytes
+from dsclr.memory import measured
+from dsclr.models import ContrastiveModel, disable_activation_checkpointing, enable_activation_checkpointing
+from dsclr.models.memo import Memo
+from dsclr.rng import RandomState
+from dsclr.units import format_bytes
+
+# Rows of the two measured micro-batches.
+MEASURED_ROWS = (2, 6)
+# Part of a card that a plan fills; the rest is for fragmentation, the driver and libraries.
+USABLE_SHARE = 0.9
+# A GPU works below its speed on smaller micro-batches; they are proposed only if nothing else fits.
+SMALLEST_EFFICIENT = 32
+# Bytes of optimizer state a parameter, in float32.
+_OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "onebitadam": 8, "sgd": 0, "lion": 4, "adagrad": 4, "muon": 4}
+ROWS_PER_LOADER_TASK = 32
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes of a micro-batch: fixed + per_row * rows."""
+
+    fixed: float
+    per_row: float
+
+    def __call__(self, rows: int) -> int:
+        return int(max(0.0, self.fixed + self.per_row * rows))
+
+
+@dataclass(frozen=True)
+class EncoderUse:
+    """What the encoder takes beyond its weights, measured.
+
+    Attributes:
+        graph: kept by a forward with a graph.
+        forward_peak: the most during a forward without one.
+        backward_peak: the most during forward and backward, gradients of the parameters left out.
+        hidden: what the frozen blocks' output takes.
+    """
+
+    graph: Line
+    forward_peak: Line
+    backward_peak: Line
+    hidden: Line
+
+
+def measure_encoder(
+    model: ContrastiveModel, rows_of: Callable[[int], tuple[Tensor, Tensor]], autocast: Any = None
+) -> EncoderUse:
+    """Run two small micro-batches, forward and backward; the gradients of the parameters are not touched.
+
+    Args:
+        model: on its device, in the precision of the run.
+        rows_of: number of rows -> inputs of that many.
+        autocast: context in which the forward runs.
+    """
+    points = [_measure_rows(model, rows_of(rows), autocast or nullcontext()) for rows in MEASURED_ROWS]
+    return EncoderUse(*(_line(one, other) for one, other in zip(*points, strict=True)))
+
+
+def _line(one: int, other: int) -> Line:
+    slope = max(0.0, (other - one) / (MEASURED_ROWS[1] - MEASURED_ROWS[0]))
+    return Line(one - slope * MEASURED_ROWS[0], slope)
+
+
+def _measure_rows(model: ContrastiveModel, inputs: tuple[Tensor, Tensor], autocast: Any) -> tuple[int, int, int, int]:
+    from dsclr.train.engine import separate_leaves
+
+    device = model.logit_scale.device
+    a, b = (x.to(device) for x in inputs)
+    with separate_leaves(model) as leaves, autocast:
+        # Libraries allocate their workspaces at the first call.
+        for use_memo in (False, True):
+            memo = Memo(keep_hidden=True) if use_memo else None
+            with measured(device) as forward, torch.no_grad():
+                outputs = model(a, b, memo)
+        hidden = memo.hidden_bytes if memo is not None else 0
+        del outputs, memo
+        with measured(device) as backward:
+            with measured(device) as graph:
+                outputs = model(a, b)
+            ends = [z for z in outputs if z.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(z) for z in ends])
+        gradients = sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
+    del outputs, ends, leaves
+    gc.collect()
+    return graph.kept_bytes, forward.peak_bytes - hidden, max(backward.peak_bytes - gradients, graph.peak_bytes), hidden
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Attributes:
+    rows: N, of a rank.
+    micro_batch_size: rows of a chunk.
+    checkpointing: whether activations are checkpointed.
+    kept: chunks whose graph is kept.
+    """
+
+    rows: int
+    micro_batch_size: int
+    checkpointing: bool
+    kept: int
+
+    @property
+    def chunks(self) -> int:
+        return math.ceil(self.rows / self.micro_batch_size)
+
+    @property
+    def forwards(self) -> float:
+        """Forwards a row, the checkpointed one in the backward included: 1 is the least, 3 the most."""
+        kept = min(1.0, self.kept * self.micro_batch_size / self.rows)
+        return 1 + (1 - kept) + self.checkpointing
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes on the device of one rank (and on the host) at the step's four peaks.
+
+    Attributes:
+        setting: what they are for.
+        parts: name -> bytes, at the time of the highest peak or not (the parts do not all live at once).
+        phases: name -> bytes of all that lives then.
+        host: name -> bytes on the host.
+        unknown: what is not in the numbers.
+    """
+
+    setting: Setting
+    parts: dict[str, int]
+    phases: dict[str, int]
+    host: dict[str, int]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=self.phases.__getitem__)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "setting": {**asdict(self.setting), "forwards": self.setting.forwards},
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.peak_phase,
+            "parts": self.parts,
+            "phases": self.phases,
+            "host": self.host,
+            "not_counted": list(self.unknown),
+        }
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Forecasts for one configuration and any batch.
+
+    Attributes:
+        config: with batch keys filled in.
+        world_size: ranks.
+        uses: checkpointing on or off -> what the encoder takes; one of them may be missing.
+        parameters, trainable: numbers of elements.
+        model_bytes: of all parameters and buffers.
+        element_bytes: of a trainable parameter.
+        dim: D of the embeddings.
+        image_bytes: of a sample's images on the host.
+    """
+
+    config: Config
+    world_size: int
+    uses: dict[bool, EncoderUse]
+    parameters: int
+    trainable: int
+    model_bytes: int
+    element_bytes: int
+    dim: int
+    image_bytes: int
+
+    def configured(self, device_bytes: int) -> Setting:
+        """The setting of the configuration; where dsclr.step.retain is "auto", on a device of so many bytes."""
+        rows = self.config.train_batch_size // self.world_size
+        micro = min(self.config.micro_batch_size, rows)
+        base = Setting(rows, micro, "activation_checkpointing" in self.config.raw, 1)
+        retain = self.config.dsclr.step.retain
+        if base.chunks == 1:
+            return base
+        if retain == "auto":
+            return self.with_most_kept(base, device_bytes)
+        return replace(base, kept=min(base.chunks, int(retain // max(1, self.uses[base.checkpointing].graph(micro)))))
+
+    def with_most_kept(self, setting: Setting, device_bytes: int) -> Setting:
+        """With the graphs of as many chunks as fit the device, one at least."""
+        spare = USABLE_SHARE * device_bytes - self.forecast(replace(setting, kept=1)).peak_bytes
+        graph = max(1, self.uses[setting.checkpointing].graph(setting.micro_batch_size))
+        return replace(setting, kept=min(setting.chunks, 1 + max(0, int(spare // graph))))
+
+    def forecast(self, setting: Setting) -> Forecast:
+        """The four times of a step at which memory peaks: all its forwards, its loss, its backwards, the optimizer."""
+        ours, zero = self.config.dsclr, self.config.zero_stage
+        shards = self.world_size if zero >= 1 or self.config.precision == "bf16" else 1
+        has_master = zero >= 1 or self.config.precision != "fp32"
+        state = _OPTIMIZER_BYTES.get(self.config.raw["optimizer"]["type"].lower())
+        parts = {
+            "parameters": self.model_bytes,
+            "fp32 master weights": 4 * self.trainable // shards if has_master else 0,
+            "optimizer state": (8 if state is None else state) * self.trainable // shards,
+        }
+        resident = sum(parts.values())
+        gathers = self.world_size > 1 and ours.negatives.across_ranks != "off"
+        keys = setting.rows * (self.world_size if gathers else 1)
+        bank = 0 if ours.negatives.bank is None else ours.negatives.bank.size
+        parts["memory bank"] = bank * (2 * 4 * self.dim + 8)
+        resident += parts["memory bank"]
+        pair = 2 * 4 * self.dim
+        # The chunks' own, one tensor of all, and its gradient; of other ranks' keys, values and gradients.
+        embeddings = 3 * pair * setting.rows + (3 * pair * keys if gathers else 0)
+        loss = loss_bytes(ours.loss, setting.rows, keys + bank, self.dim, ours.objective)
+        use, micro = self.uses[setting.checkpointing], setting.micro_batch_size
+        graph, backward_peak = use.graph(micro), use.backward_peak(micro)
+        kept = setting.kept * graph
+        backward = max(kept + backward_peak - graph if setting.kept else 0, backward_peak)
+        # Summed in float32; handed over in the engine's own precision, in its bucket, and to the optimizer in float32.
+        summed, handed = 4 * self.trainable, (3 * self.element_bytes + 4) * self.trainable
+        parts.update(
+            {
+                "graphs kept": kept,
+                "a micro-batch at work": backward_peak,
+                "embeddings and their gradients": embeddings,
+                "loss": loss or 0,
+                "gradients": summed + handed,
+            }
+        )
+        phases = {
+            "encoder forward": resident + kept + use.forward_peak(micro) + pair * setting.rows,
+            "loss": resident + kept + embeddings + (loss or 0),
+            "encoder backward": resident + backward + embeddings + summed,
+            "optimizer": resident + embeddings + summed + handed,
+        }
+        unknown = ["what the driver and libraries take on a GPU (some 0.5 GB)"]
+        if loss is None:
+            unknown.append(f"the buffers of {ours.loss.name}")
+        if state is None:
+            unknown.append(f"the state of {self.config.raw['optimizer']['type']} (taken for Adam's)")
+        return Forecast(setting, parts, phases, self._host(setting), tuple(unknown))
+
+    def _host(self, setting: Setting) -> dict[str, int]:
+        ours = self.config.dsclr
+        images = setting.rows * self.image_bytes
+        workers = ours.data.workers if ours.data.workers is not None else 1
+        prefetched = max(1, workers) * ours.data.prefetch * ROWS_PER_LOADER_TASK * self.image_bytes
+        where = {
+            "keep": {"images in memory": images},
+            "spill": {"images on disk": images},
+            "reread": {"images in memory": 0},
+        }[ours.step.host_images]
+        return {**where, f"prefetched (dsclr.data.prefetch x {max(1, workers)} workers)": prefetched}
+
+    def dense(self, rows: int) -> dict[str, int]:
+        """What the same rows take where the encoder runs all at once, without checkpointing, under the dense loss."""
+        use = self.uses[False] if False in self.uses else self.uses[True]
+        keys = rows * (self.world_size if self.config.dsclr.negatives.across_ranks != "off" else 1)
+        factor = 4 if self.config.dsclr.objective == "simclr" else 1
+        return {
+            "one similarity matrix": factor * 4 * rows * keys,
+            "ClipLoss": factor * dense_bytes(rows, keys, CLIP_LOSS_MATRICES),
+            "activations": use.backward_peak(rows),
+        }
+
+    def fits(self, setting: Setting, device_bytes: int) -> bool:
+        return self.forecast(setting).peak_bytes <= USABLE_SHARE * device_bytes
+
+    def best(self, rows: int, device_bytes: int) -> Forecast | None:
+        """The setting of ``rows`` rows a rank that runs the fewest forwards, then with the largest micro-batch.
+
+        None: not even a micro-batch of one row fits.
+        """
+        fitting = [s for s in self._settings(rows, device_bytes) if self.fits(s, device_bytes)]
+        efficient = [s for s in fitting if s.micro_batch_size >= min(SMALLEST_EFFICIENT, rows)] or fitting
+        if not efficient:
+            return None
+        best = min(efficient, key=lambda s: (round(s.forwards, 3), -s.micro_batch_size))
+        return self.forecast(best)
+
+    def _settings(self, rows: int, device_bytes: int) -> Iterable[Setting]:
+        for checkpointing in self.uses:
+            for micro in _divisors(rows):
+                base = self._plain(rows, micro, checkpointing)
+                yield base
+                yield self.with_most_kept(base, device_bytes)
+
+    def largest_micro_batch(self, rows: int, checkpointing: bool, device_bytes: int) -> int | None:
+        """That divides ``rows``, with no graph kept."""
+        sizes = [m for m in _divisors(rows) if self.fits(self._plain(rows, m, checkpointing), device_bytes)]
+        return max(sizes, default=None)
+
+    def largest_rows(self, micro: int, checkpointing: bool, device_bytes: int) -> int:
+        """Rows a rank in micro-batches of ``micro``, no graph kept; 0 if none fit. Up to 2^24."""
+        low, high = 0, 2**24 // micro
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.fits(self._plain(middle * micro, micro, checkpointing), device_bytes):
+                low = middle
+            else:
+                high = middle - 1
+        return low * micro
+
+    @staticmethod
+    def _plain(rows: int, micro: int, checkpointing: bool) -> Setting:
+        return Setting(rows, micro, checkpointing, 1 if micro == rows else 0)
+
+
+def _divisors(rows: int) -> list[int]:
+    return [m for m in range(1, rows + 1) if rows % m == 0]
+
+
+def make_planner(
+    config: Config,
+    world_size: int,
+    model: ContrastiveModel,
+    tokenizer: Any,
+    *,
+    both: bool = True,
+    autocast: Any = None,
+) -> Planner:
+    """Measure a model for a plan. Neither its gradients nor the random numbers change.
+
+    Args:
+        config: with batch keys filled in.
+        model: on its device and in the run's precision, in training mode.
+        tokenizer: of the model; None under "simclr".
+        both: measure with and without activation checkpointing; False: as the configuration says.
+        autocast: context in which the model runs.
+    """
+    height, width = model.settings.image_size
+    device = model.logit_scale.device
+
+    def images(rows: int) -> Tensor:
+        return torch.randint(0, 256, (rows, 3, height, width), dtype=torch.uint8, device=device)
+
+    def rows_of(rows: int) -> tuple[Tensor, Tensor]:
+        return images(rows), images(rows) if tokenizer is None else tokenizer(["a photo"] * rows).to(device)
+
+    state = RandomState.capture(device)
+    configured = "activation_checkpointing" in config.raw
+    uses = {configured: measure_encoder(model, rows_of, autocast)}
+    if both:
+        other = _measure_other(config, model, configured, lambda: measure_encoder(model, rows_of, autocast))
+        if other is not None:
+            uses[not configured] = other
+    with torch.no_grad():
+        dim = model(*rows_of(1))[0].shape[1]
+    state.restore(device)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    sides = 2 if tokenizer is None else 1
+    return Planner(
+        config=config,
+        world_size=world_size,
+        uses=uses,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in trainable),
+        model_bytes=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
+        element_bytes=trainable[0].element_size(),
+        dim=dim,
+        image_bytes=sides * 3 * height * width,
+    )
+
+
+def _measure_other(
+    config: Config, model: ContrastiveModel, configured: bool, measure: Callable[[], EncoderUse]
+) -> EncoderUse | None:
+    """With activation checkpointing where the run has none, and the other way round; None where a model cannot."""
+    try:
+        if configured:
+            disable_activation_checkpointing(model)
+        else:
+            enable_activation_checkpointing(model, {"activation_checkpointing": {}})
+        return measure()
+    except ConfigError:
+        return None
+    finally:
+        if configured:
+            enable_activation_checkpointing(model, config.raw)
+        else:
+            disable_activation_checkpointing(model)
+
+
+def summary(forecast: Forecast, device_bytes: int | None = None) -> str:
+    """One line: peak, its phase and its largest parts."""
+    largest = sorted(forecast.parts.items(), key=lambda item: -item[1])[:4]
+    of = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+    return f"{format_bytes(forecast.peak_bytes)}{of} a rank at the {forecast.peak_phase} ({parts})"
