@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsclr.config import Config, ConfigError
+from dsclr.data.tasks import ROWS_PER_TASK
 from dsclr.losses.footprint import CLIP_LOSS_MATRICES, dense_bytes, loss_bytes
 from dsclr.memory import measured
 from dsclr.models import ContrastiveModel, disable_activation_checkpointing, enable_activation_checkpointing
@@ -31,7 +32,8 @@ USABLE_SHARE = 0.9
 SMALLEST_EFFICIENT = 32
 # Bytes of optimizer state a parameter, in float32.
 _OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "onebitadam": 8, "sgd": 0, "lion": 4, "adagrad": 4, "muon": 4}
-ROWS_PER_LOADER_TASK = 32
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,16 @@ class EncoderUse:
 
 
 def measure_encoder(
-    model: ContrastiveModel, rows_of: Callable[[int], tuple[Tensor, Tensor]], autocast: Any = None
+    model: ContrastiveModel, rows_of: Callable[[int], tuple[Tensor, Tensor]], autocast: Autocast = nullcontext
 ) -> EncoderUse:
     """Run two small micro-batches, forward and backward; the gradients of the parameters are not touched.
 
     Args:
         model: on its device, in the precision of the run.
         rows_of: number of rows -> inputs of that many.
-        autocast: context in which the forward runs.
+        autocast: makes the context in which the forward runs.
     """
-    points = [_measure_rows(model, rows_of(rows), autocast or nullcontext()) for rows in MEASURED_ROWS]
+    points = [_measure_rows(model, rows_of(rows), autocast) for rows in MEASURED_ROWS]
     return EncoderUse(*(_line(one, other) for one, other in zip(*points, strict=True)))
 
 
@@ -81,12 +83,14 @@ def _line(one: int, other: int) -> Line:
     return Line(one - slope * MEASURED_ROWS[0], slope)
 
 
-def _measure_rows(model: ContrastiveModel, inputs: tuple[Tensor, Tensor], autocast: Any) -> tuple[int, int, int, int]:
+def _measure_rows(
+    model: ContrastiveModel, inputs: tuple[Tensor, Tensor], autocast: Autocast
+) -> tuple[int, int, int, int]:
     from dsclr.train.engine import separate_leaves
 
     device = model.logit_scale.device
     a, b = (x.to(device) for x in inputs)
-    with separate_leaves(model) as leaves, autocast:
+    with separate_leaves(model) as leaves, autocast():
         # Libraries allocate their workspaces at the first call.
         for use_memo in (False, True):
             memo = Memo(keep_hidden=True) if use_memo else None
@@ -265,7 +269,7 @@ class Planner:
         ours = self.config.dsclr
         images = setting.rows * self.image_bytes
         workers = ours.data.workers if ours.data.workers is not None else 1
-        prefetched = max(1, workers) * ours.data.prefetch * ROWS_PER_LOADER_TASK * self.image_bytes
+        prefetched = max(1, workers) * ours.data.prefetch * ROWS_PER_TASK * self.image_bytes
         where = {
             "keep": {"images in memory": images},
             "spill": {"images on disk": images},
@@ -338,7 +342,7 @@ def make_planner(
     tokenizer: Any,
     *,
     both: bool = True,
-    autocast: Any = None,
+    autocast: Autocast = nullcontext,
 ) -> Planner:
     """Measure a model for a plan. Neither its gradients nor the random numbers change.
 
@@ -347,7 +351,7 @@ def make_planner(
         model: on its device and in the run's precision, in training mode.
         tokenizer: of the model; None under "simclr".
         both: measure with and without activation checkpointing; False: as the configuration says.
-        autocast: context in which the model runs.
+        autocast: makes the context in which the model runs.
     """
     height, width = model.settings.image_size
     device = model.logit_scale.device

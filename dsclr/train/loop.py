@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ class _Run:
             self.model,
             self.plan.tokenizer,
             both=False,
-            autocast=autocast_if_enabled(self.engine),
+            autocast=partial(autocast_if_enabled, self.engine),
         )
         device_bytes = capacity_bytes(runtime.device, runtime.local_world_size)
         forecast = planner.forecast(planner.configured(device_bytes))

@@ -270,3 +270,33 @@ def test_a_folder_with_another_run_is_left_alone(small, tmp_path, capsys):
     assert (run / "metrics.jsonl").read_text() == "precious"
     assert script("train").main([*arguments, "--resume"]) == 1
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_images_kept_spilled_or_read_again_train_the_same_weights(small, tmp_path):
+    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
+    train += [
+        "--set",
+        "dsclr.run.max_steps=3",
+        "--set",
+        "train_micro_batch_size_per_gpu=4",
+        "--set",
+        "dsclr.step.retain=0",
+    ]
+    for mode in ("keep", "spill", "reread"):
+        command([*train, "--set", f"dsclr.run.name={mode}", "--set", f"dsclr.step.host_images={mode}"], tmp_path)
+    kept, spilled, reread = (weights(tmp_path / f"runs/{mode}/adapter") for mode in ("keep", "spill", "reread"))
+    for name, value in kept.items():
+        assert torch.equal(value, spilled[name])
+        assert torch.equal(value, reread[name])
+    forecast = json.loads((tmp_path / "runs/keep/plan.json").read_text())
+    assert forecast["setting"]["rows"] == 16
+    assert forecast["host"]["images in memory"] == 16 * 3 * 64 * 64
+    assert 0 < forecast["peak_bytes"] < 1e9
+    line = lines(tmp_path / "runs/keep/metrics.jsonl")[-1]
+    assert (line["micro_batch_size"], line["retained"], line["recoveries"]) == (4, 0, 0)
+
+
+def test_verify_from_the_command_line(small, tmp_path):
+    result = command([sys.executable, "launch/train.py", "--deepspeed_config", str(small), "--verify"], tmp_path)
+    assert "gradients agree" in result.stdout
+    assert not (tmp_path / "runs").exists()
