@@ -270,3 +270,36 @@ def test_budget_on_a_device_is_what_two_steps_leave_free(monkeypatch):
     assert retention.kept_chunks(800, 8) == 8
     retention.shrink(64)
     assert retention.budget == 320
+
+
+def test_micro_batches_of_1_8_32_and_all_of_64_rows(world, tmp_path):
+    def run(micro, retain):
+        config = step_config(tmp_path, micro, retain, train_batch_size=64)
+        return engine_step(world, config, make_batch(rows=64), steps=2)
+
+    whole = run(64, 0)
+    for micro, retain in ((1, 0), (8, "auto"), (32, 0)):
+        assert_same_step(run(micro, retain), whole)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 1, "overlap_comm": True},
+        {"stage": 2, "reduce_bucket_size": 1000},
+    ],
+    ids=["offload", "overlap", "small_buckets"],
+)
+def test_deepspeed_options_see_an_ordinary_step(world, tmp_path, zero):
+    reference = engine_step(world, step_config(tmp_path, 4), make_batch(), steps=2)
+    changed = step_config(tmp_path, 4, zero_optimization=zero, zero_force_ds_cpu_optimizer=False)
+    assert_same_step(engine_step(world, changed, make_batch(), steps=2), reference)
+
+
+def test_torch_autocast_reaches_the_encoder(world, tmp_path):
+    plain = engine_step(world, step_config(tmp_path, 4), make_batch())
+    lower = step_config(tmp_path, 4, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    autocast = engine_step(world, lower, make_batch())
+    assert autocast["loss"] != plain["loss"]
+    assert autocast["loss"] == pytest.approx(plain["loss"], rel=0.02)
