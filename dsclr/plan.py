@@ -25,7 +25,7 @@ from dsclr.rng import RandomState
 from dsclr.units import format_bytes
 
 # Rows of the two measured micro-batches.
-MEASURED_ROWS = (2, 6)
+MEASURED_ROWS = (1, 4)
 # Part of a card that a plan fills; the rest is for fragmentation, the driver and libraries.
 USABLE_SHARE = 0.9
 # A GPU works below its speed on smaller micro-batches; they are proposed only if nothing else fits.
@@ -91,12 +91,10 @@ def _measure_rows(
     device = model.logit_scale.device
     a, b = (x.to(device) for x in inputs)
     with separate_leaves(model) as leaves, autocast():
-        # Libraries allocate their workspaces at the first call.
-        for use_memo in (False, True):
-            memo = Memo(keep_hidden=True) if use_memo else None
-            with measured(device) as forward, torch.no_grad():
-                outputs = model(a, b, memo)
-        hidden = memo.hidden_bytes if memo is not None else 0
+        memo = Memo(keep_hidden=True)
+        with measured(device) as forward, torch.no_grad():
+            outputs = model(a, b, memo)
+        hidden = memo.hidden_bytes
         del outputs, memo
         with measured(device) as backward:
             with measured(device) as graph:
@@ -363,14 +361,15 @@ def make_planner(
         return images(rows), images(rows) if tokenizer is None else tokenizer(["a photo"] * rows).to(device)
 
     state = RandomState.capture(device)
+    # Libraries allocate their workspaces at the first call.
+    with torch.no_grad(), autocast():
+        dim = model(*rows_of(1))[0].shape[1]
     configured = "activation_checkpointing" in config.raw
     uses = {configured: measure_encoder(model, rows_of, autocast)}
     if both:
         other = _measure_other(config, model, configured, lambda: measure_encoder(model, rows_of, autocast))
         if other is not None:
             uses[not configured] = other
-    with torch.no_grad():
-        dim = model(*rows_of(1))[0].shape[1]
     state.restore(device)
     trainable = [p for p in model.parameters() if p.requires_grad]
     sides = 2 if tokenizer is None else 1
