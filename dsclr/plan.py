@@ -96,16 +96,22 @@ def _measure_rows(
             outputs = model(a, b, memo)
         hidden = memo.hidden_bytes
         del outputs, memo
+        # Gradients of parameters are counted by themselves: they grow while activations go.
+        for leaf in leaves.values():
+            leaf.register_post_accumulate_grad_hook(_forget_gradient)
         with measured(device) as backward:
             with measured(device) as graph:
                 outputs = model(a, b)
             ends = [z for z in outputs if z.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(z) for z in ends])
-        gradients = sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
     del outputs, ends, leaves
     gc.collect()
-    return graph.kept_bytes, forward.peak_bytes - hidden, max(backward.peak_bytes - gradients, graph.peak_bytes), hidden
+    return graph.kept_bytes, forward.peak_bytes - hidden, max(backward.peak_bytes, graph.peak_bytes), hidden
+
+
+def _forget_gradient(leaf: Tensor) -> None:
+    leaf.grad = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class Setting:
     micro_batch_size: int
     checkpointing: bool
     kept: int
+    hidden: bool = False
 
     @property
     def chunks(self) -> int:
@@ -204,15 +211,23 @@ class Planner:
         retain = self.config.dsclr.step.retain
         if base.chunks == 1:
             return base
-        if retain == "auto":
-            return self.with_most_kept(base, device_bytes)
-        return replace(base, kept=min(base.chunks, int(retain // max(1, self.uses[base.checkpointing].graph(micro)))))
+        return self.with_most_kept(base, device_bytes) if retain == "auto" else self._with_budget(base, retain)
 
     def with_most_kept(self, setting: Setting, device_bytes: int) -> Setting:
         """With the graphs of as many chunks as fit the device, one at least."""
-        spare = USABLE_SHARE * device_bytes - self.forecast(replace(setting, kept=1)).peak_bytes
-        graph = max(1, self.uses[setting.checkpointing].graph(setting.micro_batch_size))
-        return replace(setting, kept=min(setting.chunks, 1 + max(0, int(spare // graph))))
+        one = replace(setting, kept=1)
+        spare = int(USABLE_SHARE * device_bytes) - self.forecast(one).peak_bytes
+        graph = self.uses[setting.checkpointing].graph(setting.micro_batch_size)
+        return self._with_budget(setting, graph + spare) if spare > 0 and setting.chunks > 1 else one
+
+    def _with_budget(self, setting: Setting, retain: int) -> Setting:
+        """As :class:`dsclr.train.retention.Retention` spends so many bytes."""
+        use = self.uses[setting.checkpointing]
+        hidden = use.hidden(setting.rows)
+        keeps_hidden = 0 < hidden <= retain
+        left = retain - hidden if keeps_hidden else retain
+        kept = min(setting.chunks, left // max(1, use.graph(setting.micro_batch_size)))
+        return replace(setting, kept=kept, hidden=keeps_hidden and kept < setting.chunks)
 
     def forecast(self, setting: Setting) -> Forecast:
         """The four times of a step at which memory peaks: all its forwards, its loss, its backwards, the optimizer."""
@@ -238,12 +253,14 @@ class Planner:
         use, micro = self.uses[setting.checkpointing], setting.micro_batch_size
         graph, backward_peak = use.graph(micro), use.backward_peak(micro)
         kept = setting.kept * graph
+        hidden = use.hidden(max(0, setting.rows - setting.kept * micro)) if setting.hidden else 0
         backward = max(kept + backward_peak - graph if setting.kept else 0, backward_peak)
         # Summed in float32; handed over in the engine's own precision, in its bucket, and to the optimizer in float32.
         summed, handed = 4 * self.trainable, (3 * self.element_bytes + 4) * self.trainable
         parts.update(
             {
                 "graphs kept": kept,
+                "frozen blocks' output": hidden,
                 "a micro-batch at work": backward_peak,
                 "embeddings and their gradients": embeddings,
                 "loss": loss or 0,
@@ -251,9 +268,13 @@ class Planner:
             }
         )
         phases = {
-            "encoder forward": resident + kept + use.forward_peak(micro) + pair * setting.rows,
-            "loss": resident + kept + embeddings + (loss or 0),
-            "encoder backward": resident + backward + embeddings + summed,
+            "encoder forward": resident + kept + hidden + use.forward_peak(micro) + pair * setting.rows,
+            "loss": resident + kept + hidden + embeddings + (loss or 0),
+            "encoder backward": resident
+            + hidden
+            + embeddings
+            + summed
+            + max(backward, self.element_bytes * self.trainable),
             "optimizer": resident + embeddings + summed + handed,
         }
         unknown = ["what the driver and libraries take on a GPU (some 0.5 GB)"]
