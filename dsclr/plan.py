@@ -25,11 +25,13 @@ from dsclr.rng import RandomState
 from dsclr.units import format_bytes
 
 # Rows of the two measured micro-batches.
-MEASURED_ROWS = (1, 4)
+MEASURED_ROWS = (1, 3)
 # Part of a card that a plan fills; the rest is for fragmentation, the driver and libraries.
 USABLE_SHARE = 0.9
 # A GPU works below its speed on smaller micro-batches; they are proposed only if nothing else fits.
 SMALLEST_EFFICIENT = 32
+# Of a weight.
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Bytes of optimizer state a parameter, in float32.
 _OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "onebitadam": 8, "sgd": 0, "lion": 4, "adagrad": 4, "muon": 4}
 
@@ -45,6 +47,9 @@ class Line:
 
     def __call__(self, rows: int) -> int:
         return int(max(0.0, self.fixed + self.per_row * rows))
+
+    def __mul__(self, factor: float) -> Line:
+        return Line(self.fixed * factor, self.per_row * factor)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class EncoderUse:
     forward_peak: Line
     backward_peak: Line
     hidden: Line
+
+    def __mul__(self, factor: float) -> EncoderUse:
+        return EncoderUse(
+            self.graph * factor, self.forward_peak * factor, self.backward_peak * factor, self.hidden * factor
+        )
 
 
 def measure_encoder(
@@ -367,7 +377,8 @@ def make_planner(
 
     Args:
         config: with batch keys filled in.
-        model: on its device and in the run's precision, in training mode.
+        model: on its device, in training mode. In another precision than the run's, what is measured is scaled to the
+            run's: a CPU without instructions for bf16 would take minutes for a large model in it.
         tokenizer: of the model; None under "simclr".
         both: measure with and without activation checkpointing; False: as the configuration says.
         autocast: makes the context in which the model runs.
@@ -393,15 +404,17 @@ def make_planner(
             uses[not configured] = other
     state.restore(device)
     trainable = [p for p in model.parameters() if p.requires_grad]
+    element_bytes = ELEMENT_BYTES[config.precision]
+    scale = element_bytes / trainable[0].element_size()
     sides = 2 if tokenizer is None else 1
     return Planner(
         config=config,
         world_size=world_size,
-        uses=uses,
+        uses={on: use * scale for on, use in uses.items()},
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in trainable),
-        model_bytes=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
-        element_bytes=trainable[0].element_size(),
+        model_bytes=int(scale * sum(x.nbytes for x in (*model.parameters(), *model.buffers()))),
+        element_bytes=element_bytes,
         dim=dim,
         image_bytes=sides * 3 * height * width,
     )

@@ -3,7 +3,7 @@
     python tools/plan.py --deepspeed_config ds_configs/a100.json --device-memory 80GB --gpus 1
 
 The encoder is built (with random weights) and measured on two small micro-batches; no data and no GPU are needed. On a
-CPU the activations are those of its kernels, in the precision of the configuration.
+CPU the activations are those of its kernels in float32, scaled to the precision of the configuration.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
     ours = config.dsclr
     engine_config(config, 1, "", torch.device("cuda"))
     model = build_model(ours.model.model_copy(update={"pretrained": None}), ours.objective).to(device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision]
-    model.to(dtype)
+    if device.type != "cpu":
+        model.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision])
     enable_activation_checkpointing(model, config.raw)
     tokenizer = get_tokenizer(ours.model) if ours.objective == "clip" else None
     planner = make_planner(config, world_size, model, tokenizer)

@@ -197,6 +197,9 @@ class _Run:
     def _forecast(self) -> None:
         """What the run will need of memory: a line in the log, and plan.json."""
         runtime, folder = self.runtime, self.plan.folder
+        if runtime.device.type == "cpu" and self.plan.config.precision != "fp32":
+            logger.info("memory: no forecast on a CPU in %s, which may take minutes", self.plan.config.precision)
+            return
         planner = make_planner(
             self.plan.config,
             runtime.world_size,
