@@ -35,9 +35,9 @@ from bench_loss_cases import (  # type: ignore[import-not-found]
 from bench_loss_report import markdown, plot  # type: ignore[import-not-found]
 from torch import Tensor
 
+from dsclr.losses.footprint import exact_bytes, topk_bytes
 from dsclr.ops import NativeUnavailable, expected_skip_rate, topk_scan, topk_scan_pair
 from dsclr.ops.native import choose_backend
-from dsclr.ops.streamed import TILE_SCORES
 from dsclr.ops.topk import DEFAULT_BLOCK_SIZE
 
 Case = Callable[[], Any]
@@ -329,8 +329,8 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
     rows = options.memory_rows
     table = {name: [_measured(options, f"symmetric_{name}", n, n, name in DENSE) for n in rows] for name in MEMORY}
     formula = {
-        "topk": [_topk_formula(n, options.k) for n in rows],
-        "exact": [_exact_formula(n, options.dim) for n in rows],
+        "topk": [topk_bytes(n, n, options.k) for n in rows],
+        "exact": [exact_bytes(n, n, options.dim) for n in rows],
     }
     ratios = {}
     for ours in formula:
@@ -361,24 +361,11 @@ def _formulas(options: argparse.Namespace, seconds_per_score: float) -> dict[str
         "what": "N = M beyond what is measured: bytes of the symmetric losses from their buffers, dense at least one "
         "float32 matrix of scores; seconds of the scan of one direction as N x M of the measured one",
         "rows": list(BEYOND),
-        "topk": [_topk_formula(n, options.k) for n in BEYOND],
-        "exact": [_exact_formula(n, options.dim) for n in BEYOND],
+        "topk": [topk_bytes(n, n, options.k) for n in BEYOND],
+        "exact": [exact_bytes(n, n, options.dim) for n in BEYOND],
         "dense_at_least": [4 * n * n for n in BEYOND],
         "scan_seconds": [seconds_per_score * n * n for n in BEYOND],
     }
-
-
-def _topk_formula(n: int, k: int) -> int:
-    """Of TopKInfoNCE: results of both sides and the parts that one is joined from, candidates of the other, a tile."""
-    results = 3 * 12 * n * k
-    candidates = 8 * n * (k + max(16, k // 4) + max(32, k // 2))
-    return results + candidates + 4 * min(n, DEFAULT_BLOCK_SIZE) ** 2
-
-
-def _exact_formula(n: int, dim: int) -> int:
-    """Of ExactInfoNCE: three tiles at work, or two of them while the gradients are multiplied by the loss's factor."""
-    tile = 4 * min(n * n, max(TILE_SCORES, 16 * n))
-    return max(3 * tile, 2 * tile + 2 * 4 * n * dim)
 
 
 if __name__ == "__main__":
