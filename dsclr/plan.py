@@ -329,7 +329,8 @@ class Planner:
         efficient = [s for s in fitting if s.micro_batch_size >= min(SMALLEST_EFFICIENT, rows)] or fitting
         if not efficient:
             return None
-        best = min(efficient, key=lambda s: (round(s.forwards, 3), -s.micro_batch_size))
+        # To a tenth of a forward: a larger micro-batch is worth more than a few rows that run once.
+        best = min(efficient, key=lambda s: (round(s.forwards, 1), -s.micro_batch_size))
         return self.forecast(best)
 
     def _settings(self, rows: int, device_bytes: int) -> Iterable[Setting]:

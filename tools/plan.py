@@ -72,6 +72,7 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
     """
     import torch
 
+    from dsclr.config import ConfigError
     from dsclr.models import build_model, enable_activation_checkpointing, get_tokenizer
     from dsclr.plan import make_planner
     from dsclr.train.engine import engine_config
@@ -90,7 +91,7 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
     compared = []
     for batch in batches:
         if batch % world_size:
-            continue
+            raise ConfigError(f"--batches {batch} does not divide over {world_size} ranks")
         own = batch // world_size
         best = planner.best(own, device_bytes)
         compared.append(

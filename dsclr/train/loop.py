@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +100,11 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
         if ours.objective == "simclr":
             raise ConfigError("dsclr.eval.data: retrieval needs captions, which objective simclr does not train on")
         expand_shards(ours.eval.data, "dsclr.eval.data")
+    if ours.step.spill_dir is not None and not os.access(ours.step.spill_dir, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"dsclr.step.spill_dir = {ours.step.spill_dir}: not a folder one can write to; make it, or name "
+            "one on a disk with room for a batch's images"
+        )
     settings = image_settings(ours.model)
     tokenizer = get_tokenizer(ours.model) if ours.objective == "clip" else None
     dataset = build_train_dataset(ours.data, ours.objective, settings, tokenizer, ours.run.seed)

@@ -238,6 +238,13 @@ def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
         (['fp16={"enabled": true}'], "fp16 does not run on a CPU"),
         (["zero_optimization.stage=3"], "stages 0, 1 and 2"),
         (["optimizer=null"], 'no "optimizer"'),
+        (["dsclr.step.retain=much"], "dsclr.step.retain"),
+        (["dsclr.step.retain=-1"], "no size in bytes"),
+        (["dsclr.step.spill_dir=missing"], 'spill_dir is for host_images = "spill"'),
+        (
+            ["dsclr.step.spill_dir=missing", "dsclr.step.host_images=spill"],
+            "dsclr.step.spill_dir = missing: not a folder",
+        ),
         (["dsclr.eval.data=missing.tar"], "dsclr.eval.data"),
     ],
 )

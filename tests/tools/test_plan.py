@@ -45,6 +45,19 @@ def test_mistakes_are_told():
     for words, message in (
         (["--device-memory", "much"], "no size in bytes"),
         (["--gpus", "3"], "does not divide over 3 ranks"),
+        (
+            [
+                "--gpus",
+                "2",
+                "--set",
+                "dsclr.negatives.across_ranks=gather",
+                "--set",
+                "train_micro_batch_size_per_gpu=64",
+                "--batches",
+                "7",
+            ],
+            "--batches 7 does not divide over 2 ranks",
+        ),
     ):
         result = plan("--deepspeed_config", "ds_configs/quickstart.json", *words)
         assert result.returncode == 1
