@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.environment import of_a_user
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -50,7 +51,7 @@ def command(words, tmp_path, **environment):
     result = subprocess.run(
         [*words, "--set", f"dsclr.run.dir={tmp_path}/runs"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), **environment},
+        env=of_a_user(**{"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), **environment}),
         capture_output=True,
         text=True,
         timeout=500,

@@ -43,7 +43,7 @@ def test_ratios_memory_and_plan_of_one_run(world, tmp_path, monkeypatch, bench_s
     assert len(result["ratios"]) == len(bench_step.RATIOS)
     assert all(own["4"] > 0 for own in result["ratios"].values())
     assert result["memory"]["bytes"]["step_none_kept"].keys() == {"4", "8"}
-    assert result["memory"]["growth"]["rows"] == [4, 8]
+    assert [growth["rows"] for growth in result["memory"]["growth"]] == [[4, 8]]
     assert [(x["rows"], x["kept"]) for x in result["plan"]] == [(4, 0), (8, 0), (4, 1), (4, 2)]
     for x in result["plan"]:
         assert x["kept_in_the_step"] == x["kept"]

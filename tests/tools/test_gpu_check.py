@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.environment import of_a_user
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = {"peak_bytes": 8_000_000_000, "parts": {"parameters": 300_000_000, "loss": 5_000_000}}
@@ -40,7 +41,7 @@ def project(tmp_path):
 
 def bash(project, script, *arguments, **environment):
     words = ["bash", f"tools/{script}", *arguments]
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    environment = of_a_user(**{"PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **environment})
     return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, check=False)
 
 

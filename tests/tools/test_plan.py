@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.environment import of_a_user
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ def plan(*words):
     return subprocess.run(
         [sys.executable, "tools/plan.py", *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=of_a_user(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         timeout=300,
