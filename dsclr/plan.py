@@ -264,9 +264,9 @@ class Planner:
         graph, backward_peak = use.graph(micro), use.backward_peak(micro)
         kept = setting.kept * graph
         hidden = use.hidden(max(0, setting.rows - setting.kept * micro)) if setting.hidden else 0
-        backward = max(kept + backward_peak - graph if setting.kept else 0, backward_peak)
         # Summed in float32; handed over in the engine's own precision, in its bucket, and to the optimizer in float32.
         summed, handed = 4 * self.trainable, (3 * self.element_bytes + 4) * self.trainable
+        backward = self._backward(setting, graph, backward_peak)
         parts.update(
             {
                 "graphs kept": kept,
@@ -277,22 +277,40 @@ class Planner:
                 "gradients": summed + handed,
             }
         )
+        # With every graph kept no forward runs without one.
+        forward = use.forward_peak(micro) if setting.kept < setting.chunks else backward_peak - graph
         phases = {
-            "encoder forward": resident + kept + hidden + use.forward_peak(micro) + pair * setting.rows,
+            "encoder forward": resident + kept + hidden + forward + pair * setting.rows,
             "loss": resident + kept + hidden + embeddings + (loss or 0),
-            "encoder backward": resident
-            + hidden
-            + embeddings
-            + summed
-            + max(backward, self.element_bytes * self.trainable),
+            "encoder backward": resident + hidden + embeddings + backward,
             "optimizer": resident + embeddings + summed + handed,
         }
-        unknown = ["what the driver and libraries take on a GPU (some 0.5 GB)"]
+        unknown = ["what the driver and libraries take on a GPU (some 0.5 GB); on a CPU, holes in the heap"]
         if loss is None:
             unknown.append(f"the buffers of {ours.loss.name}")
         if state is None:
             unknown.append(f"the state of {self.config.raw['optimizer']['type']} (taken for Adam's)")
         return Forecast(setting, parts, phases, self._host(setting), tuple(unknown))
+
+    def _backward(self, setting: Setting, graph: int, peak: int) -> int:
+        """The most during the backwards: graphs go one after the other, gradients come.
+
+        Args:
+            graph, peak: of a micro-batch.
+        """
+        kept, at_work = setting.kept, peak - graph
+        own, summed = self.element_bytes * self.trainable, 4 * self.trainable
+        times = [0]
+        if kept:
+            # The first one has no sum beside it, at its end its own gradients only (and their copy in float32).
+            times += [kept * graph + at_work, (kept - 1) * graph + own + (summed if self.element_bytes < 4 else 0)]
+        if kept > 1:
+            times.append((kept - 1) * graph + at_work + summed)
+        if setting.chunks > 1:
+            times.append(max(kept - 2, 0) * graph + summed + own)
+        if kept < setting.chunks:
+            times.append(peak + summed)
+        return max(times)
 
     def _host(self, setting: Setting) -> dict[str, int]:
         ours = self.config.dsclr

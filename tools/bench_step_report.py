@@ -48,8 +48,7 @@ def markdown(result: dict[str, Any], titles: dict[str, str]) -> str:
             ),
         ),
     ]
-    if "growth" in memory:
-        growth = memory["growth"]
+    for growth in memory["growth"]:
         sections.append(
             f"Without graphs kept, from N = {growth['rows'][0]} to {growth['rows'][1]} the peak grows by "
             f"{_megabytes(growth['bytes'])} MB, {_megabytes(growth['embeddings'])} MB of it embeddings and their "
