@@ -5,10 +5,9 @@ The encoder is measured on two small micro-batches and extended in proportion; e
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,111 +16,19 @@ from torch import Tensor
 
 from dsclr.config import Config, ConfigError
 from dsclr.data.tasks import ROWS_PER_TASK
+from dsclr.encoder_use import Autocast, EncoderUse, measure_encoder
 from dsclr.losses.footprint import CLIP_LOSS_MATRICES, dense_bytes, loss_bytes
-from dsclr.memory import measured
 from dsclr.models import ContrastiveModel, disable_activation_checkpointing, enable_activation_checkpointing
-from dsclr.models.memo import Memo
+from dsclr.retention import DEVICE_SHARE, HOST_SHARE, keeps_hidden, kept_chunks
 from dsclr.rng import RandomState
 from dsclr.units import format_bytes
 
-# Rows of the two measured micro-batches.
-MEASURED_ROWS = (1, 3)
-# Part of a card that a plan fills; the rest is for fragmentation, the driver and libraries.
-USABLE_SHARE = 0.9
 # A GPU works below its speed on smaller micro-batches; they are proposed only if nothing else fits.
 SMALLEST_EFFICIENT = 32
 # Of a weight.
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Bytes of optimizer state a parameter, in float32.
 _OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "onebitadam": 8, "sgd": 0, "lion": 4, "adagrad": 4, "muon": 4}
-
-Autocast = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Line:
-    """Bytes of a micro-batch: fixed + per_row * rows."""
-
-    fixed: float
-    per_row: float
-
-    def __call__(self, rows: int) -> int:
-        return int(max(0.0, self.fixed + self.per_row * rows))
-
-    def __mul__(self, factor: float) -> Line:
-        return Line(self.fixed * factor, self.per_row * factor)
-
-
-@dataclass(frozen=True)
-class EncoderUse:
-    """What the encoder takes beyond its weights, measured.
-
-    Attributes:
-        graph: kept by a forward with a graph.
-        forward_peak: the most during a forward without one.
-        backward_peak: the most during forward and backward, gradients of the parameters left out.
-        hidden: what the frozen blocks' output takes.
-    """
-
-    graph: Line
-    forward_peak: Line
-    backward_peak: Line
-    hidden: Line
-
-    def __mul__(self, factor: float) -> EncoderUse:
-        return EncoderUse(
-            self.graph * factor, self.forward_peak * factor, self.backward_peak * factor, self.hidden * factor
-        )
-
-
-def measure_encoder(
-    model: ContrastiveModel, rows_of: Callable[[int], tuple[Tensor, Tensor]], autocast: Autocast = nullcontext
-) -> EncoderUse:
-    """Run two small micro-batches, forward and backward; the gradients of the parameters are not touched.
-
-    Args:
-        model: on its device, in the precision of the run.
-        rows_of: number of rows -> inputs of that many.
-        autocast: makes the context in which the forward runs.
-    """
-    points = [_measure_rows(model, rows_of(rows), autocast) for rows in MEASURED_ROWS]
-    return EncoderUse(*(_line(one, other) for one, other in zip(*points, strict=True)))
-
-
-def _line(one: int, other: int) -> Line:
-    slope = max(0.0, (other - one) / (MEASURED_ROWS[1] - MEASURED_ROWS[0]))
-    return Line(one - slope * MEASURED_ROWS[0], slope)
-
-
-def _measure_rows(
-    model: ContrastiveModel, inputs: tuple[Tensor, Tensor], autocast: Autocast
-) -> tuple[int, int, int, int]:
-    from dsclr.train.engine import separate_leaves
-
-    device = model.logit_scale.device
-    a, b = (x.to(device) for x in inputs)
-    with separate_leaves(model) as leaves, autocast():
-        memo = Memo(keep_hidden=True)
-        with measured(device) as forward, torch.no_grad():
-            outputs = model(a, b, memo)
-        hidden = memo.hidden_bytes
-        del outputs, memo
-        # Gradients of parameters are counted by themselves: they grow while activations go.
-        for leaf in leaves.values():
-            leaf.register_post_accumulate_grad_hook(_forget_gradient)
-        with measured(device) as backward:
-            with measured(device) as graph:
-                outputs = model(a, b)
-            ends = [z for z in outputs if z.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(z) for z in ends])
-    del outputs, ends, leaves
-    gc.collect()
-    return graph.kept_bytes, forward.peak_bytes - hidden, max(backward.peak_bytes, graph.peak_bytes), hidden
-
-
-def _forget_gradient(leaf: Tensor) -> None:
-    leaf.grad = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +38,7 @@ class Setting:
     micro_batch_size: rows of a chunk.
     checkpointing: whether activations are checkpointed.
     kept: chunks whose graph is kept.
+    hidden: whether the frozen blocks' output is kept of the rows that are run again.
     """
 
     rows: int
@@ -213,31 +121,37 @@ class Planner:
     dim: int
     image_bytes: int
 
-    def configured(self, device_bytes: int) -> Setting:
-        """The setting of the configuration; where dsclr.step.retain is "auto", on a device of so many bytes."""
+    def configured(self, device_bytes: int, on_host: bool = False) -> Setting:
+        """The setting of the configuration; where dsclr.step.retain is "auto", on a device of so many bytes.
+
+        Args:
+            on_host: the bytes are a host's, of which less is filled.
+        """
         rows = self.config.train_batch_size // self.world_size
         micro = min(self.config.micro_batch_size, rows)
         base = Setting(rows, micro, "activation_checkpointing" in self.config.raw, 1)
         retain = self.config.dsclr.step.retain
         if base.chunks == 1:
             return base
-        return self.with_most_kept(base, device_bytes) if retain == "auto" else self._with_budget(base, retain)
+        if retain == "auto":
+            if not on_host:
+                return self.with_most_kept(base, device_bytes)
+            retain = int(HOST_SHARE * device_bytes)
+        return self._with_budget(base, retain)
 
     def with_most_kept(self, setting: Setting, device_bytes: int) -> Setting:
         """With the graphs of as many chunks as fit the device, one at least."""
         one = replace(setting, kept=1)
-        spare = int(USABLE_SHARE * device_bytes) - self.forecast(one).peak_bytes
+        spare = int(DEVICE_SHARE * device_bytes) - self.forecast(one).peak_bytes
         graph = self.uses[setting.checkpointing].graph(setting.micro_batch_size)
         return self._with_budget(setting, graph + spare) if spare > 0 and setting.chunks > 1 else one
 
     def _with_budget(self, setting: Setting, retain: int) -> Setting:
-        """As :class:`dsclr.train.retention.Retention` spends so many bytes."""
-        use = self.uses[setting.checkpointing]
-        hidden = use.hidden(setting.rows)
-        keeps_hidden = 0 < hidden <= retain
-        left = retain - hidden if keeps_hidden else retain
-        kept = min(setting.chunks, left // max(1, use.graph(setting.micro_batch_size)))
-        return replace(setting, kept=kept, hidden=keeps_hidden and kept < setting.chunks)
+        """As :class:`dsclr.retention.Retention` spends so many bytes."""
+        use, rows, micro = self.uses[setting.checkpointing], setting.rows, setting.micro_batch_size
+        graph_bytes, hidden_bytes = use.graph(micro) / micro, use.hidden(rows) / rows
+        kept = kept_chunks(retain, rows, micro, graph_bytes, hidden_bytes)
+        return replace(setting, kept=kept, hidden=keeps_hidden(retain, rows, hidden_bytes))
 
     def forecast(self, setting: Setting) -> Forecast:
         """The four times of a step at which memory peaks: all its forwards, its loss, its backwards, the optimizer."""
@@ -336,7 +250,7 @@ class Planner:
         }
 
     def fits(self, setting: Setting, device_bytes: int) -> bool:
-        return self.forecast(setting).peak_bytes <= USABLE_SHARE * device_bytes
+        return self.forecast(setting).peak_bytes <= DEVICE_SHARE * device_bytes
 
     def best(self, rows: int, device_bytes: int) -> Forecast | None:
         """The setting of ``rows`` rows a rank that runs the fewest forwards, then with the largest micro-batch.
@@ -458,9 +372,9 @@ def _measure_other(
             disable_activation_checkpointing(model)
 
 
-def summary(forecast: Forecast, device_bytes: int | None = None) -> str:
+def summary(forecast: Forecast, device_bytes: int) -> str:
     """One line: peak, its phase and its largest parts."""
     largest = sorted(forecast.parts.items(), key=lambda item: -item[1])[:4]
-    of = "" if device_bytes is None else f" of {format_bytes(device_bytes)}"
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
-    return f"{format_bytes(forecast.peak_bytes)}{of} a rank at the {forecast.peak_phase} ({parts})"
+    peak, whole = format_bytes(forecast.peak_bytes), format_bytes(device_bytes)
+    return f"{peak} of {whole} a rank at the {forecast.peak_phase} ({parts})"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dsclr.encoder_use import EncoderUse, Line
 from dsclr.memory import measured
 from dsclr.models import build_model, enable_activation_checkpointing
-from dsclr.plan import EncoderUse, Line, Planner, Setting, make_planner, summary
+from dsclr.plan import Planner, Setting, make_planner, summary
+from dsclr.retention import Retention
 from tests.train.steps import LORA, make_batch, make_config
 
 USE = EncoderUse(Line(0, 10**5), Line(0, 10**4), Line(0, 13 * 10**4), Line(0, 0))
@@ -95,6 +99,22 @@ def test_measured_on_small_micro_batches_it_holds_for_larger_ones(world, tmp_pat
 
 def forget(parameter):
     parameter.grad = None
+
+
+@pytest.mark.parametrize("retain", ["auto", 1_500_000, 0])
+@pytest.mark.parametrize("hidden", [0, 10**3, 10**5])
+def test_a_host_keeps_what_the_step_would(tmp_path, monkeypatch, retain, hidden):
+    host_bytes = 5_000_000
+    monkeypatch.setattr("dsclr.retention.capacity_bytes", lambda *_: host_bytes)
+    ours = replace(
+        planner(tmp_path, dsclr={"step": {"retain": retain}}), uses={False: replace(USE, hidden=Line(0, hidden))}
+    )
+    retention = Retention(retain, torch.device("cpu"))
+    retention.observe_graph(8, USE.graph(8))
+    retention.observe_hidden(8, 8 * hidden)
+    setting = ours.configured(host_bytes, on_host=True)
+    assert setting.kept == retention.kept_chunks(64, 8)
+    assert setting.hidden == retention.keeps_hidden(64)
 
 
 def test_summary_names_the_largest_parts(tmp_path):

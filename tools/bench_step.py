@@ -138,7 +138,7 @@ def times(setup: Any, options: argparse.Namespace, device: torch.device) -> dict
     from bench_step_memory import WARM_ROWS, first_rows, fits, planner_of
 
     from dsclr.memory import is_out_of_memory, release
-    from dsclr.train.retention import Retention
+    from dsclr.retention import Retention
 
     model = make_model(setup, device)
     cases = other_schemes(copy.deepcopy(model), setup.micro)

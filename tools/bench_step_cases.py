@@ -19,12 +19,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from dsclr.config import Config
 from dsclr.data import Batch
-from dsclr.losses import build_loss
 from dsclr.models import ContrastiveModel, build_model, enable_activation_checkpointing
-from dsclr.negatives import KEY_SOURCES
+from dsclr.retention import Retention
 from dsclr.train.engine import build_engine, engine_config
-from dsclr.train.retention import Retention
-from dsclr.train.step import ContrastiveStep
+from dsclr.train.step import ContrastiveStep, build_step
 
 # Small, so that nothing measured drifts; learning is not what is measured.
 LEARNING_RATE = 1e-6
@@ -110,16 +108,7 @@ def make_engine(setup: Setup, model: ContrastiveModel) -> Any:
 
 
 def make_step(setup: Setup, engine: Any, retention: Retention) -> ContrastiveStep:
-    ours = setup.config(setup.micro).dsclr
-    return ContrastiveStep(
-        engine,
-        build_loss(ours.loss, ours.objective),
-        KEY_SOURCES[ours.negatives.across_ranks],
-        setup.micro,
-        retention.device,
-        ours.model.logit_scale.max,
-        retention=retention,
-    )
+    return build_step(setup.config(setup.micro), engine, retention.device, retention=retention)
 
 
 def other_schemes(model: ContrastiveModel, micro: int) -> dict[str, Scheme]:

@@ -30,7 +30,7 @@ from dsclr.losses.footprint import CLIP_LOSS_MATRICES, dense_bytes
 from dsclr.memory import capacity_bytes, release
 from dsclr.models import ContrastiveModel
 from dsclr.plan import Forecast, Planner, make_planner
-from dsclr.train.retention import DEVICE_SHARE, HOST_SHARE, Retention
+from dsclr.retention import DEVICE_SHARE, HOST_SHARE, Retention
 
 # Our steps, by the part of the graphs that is kept.
 KEPT = {"step_none_kept": 0.0, "step_half_kept": 0.5, "step_all_kept": 1.0}

@@ -192,8 +192,8 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _word(value: Any) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+def _word(value: bool | int) -> str:
+    return str(value) if type(value) is int else ("on" if value else "off")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,32 +92,6 @@ def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
     except (ValueError, AssertionError, KeyError, TypeError) as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {type(error).__name__}: {error}") from error
     return engine
-
-
-@contextmanager
-def separate_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Within, the model computes with leaves of its own in place of the trainable parameters.
-
-    They share memory with the parameters, but their gradients meet none of the hooks with which an engine reduces
-    gradients as they appear.
-
-    Yields:
-        parameter -> the leaf in its place.
-    """
-    leaves: dict[nn.Parameter, nn.Parameter] = {}
-    places = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                leaf = leaves.setdefault(parameter, nn.Parameter(parameter.detach()))
-                places.append((module, name, parameter, leaf))
-    try:
-        for module, name, _, leaf in places:
-            module._parameters[name] = leaf
-        yield leaves
-    finally:
-        for module, name, parameter, _ in places:
-            module._parameters[name] = parameter
 
 
 def deliver_gradients(engine: Any, gradients: dict[nn.Parameter, Tensor]) -> None:

@@ -32,16 +32,16 @@ from dsclr.models import (
     image_settings,
     save_trained,
 )
-from dsclr.negatives import KEY_SOURCES, MemoryBank
+from dsclr.negatives import MemoryBank
 from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
 from dsclr.report.progress import ProgressDisplay
 from dsclr.report.run_folder import RunFolder, write_atomically
+from dsclr.retention import Retention
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.engine import build_engine, engine_config, master_value
-from dsclr.train.retention import Retention
 from dsclr.train.runtime import Runtime
-from dsclr.train.step import ContrastiveStep, StepResult
+from dsclr.train.step import StepResult, build_step
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,10 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
         if ours.objective == "simclr":
             raise ConfigError("dsclr.eval.data: retrieval needs captions, which objective simclr does not train on")
         expand_shards(ours.eval.data, "dsclr.eval.data")
-    if ours.step.spill_dir is not None and not os.access(ours.step.spill_dir, os.W_OK | os.X_OK):
+    spill_dir = ours.step.spill_dir
+    if spill_dir is not None and not (Path(spill_dir).is_dir() and os.access(spill_dir, os.W_OK | os.X_OK)):
         raise ConfigError(
-            f"dsclr.step.spill_dir = {ours.step.spill_dir}: not a folder one can write to; make it, or name "
+            f"dsclr.step.spill_dir = {spill_dir}: not a folder one can write to; make it, or name "
             "one on a disk with room for a batch's images"
         )
     settings = image_settings(ours.model)
@@ -174,16 +175,8 @@ class _Run:
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
         )
-        self.step = ContrastiveStep(
-            self.engine,
-            build_loss(ours.loss, ours.objective),
-            KEY_SOURCES[ours.negatives.across_ranks],
-            plan.config.micro_batch_size,
-            runtime.device,
-            ours.model.logit_scale.max,
-            self.bank,
-            Retention(ours.step.retain, runtime.device, runtime.local_world_size),
-        )
+        retention = Retention(ours.step.retain, runtime.device, runtime.local_world_size)
+        self.step = build_step(plan.config, self.engine, runtime.device, self.bank, retention)
         self._forecast()
         trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         logger.info(
@@ -215,7 +208,7 @@ class _Run:
             autocast=partial(autocast_if_enabled, self.engine),
         )
         device_bytes = capacity_bytes(runtime.device, runtime.local_world_size)
-        forecast = planner.forecast(planner.configured(device_bytes))
+        forecast = planner.forecast(planner.configured(device_bytes, on_host=runtime.device.type == "cpu"))
         if runtime.is_main:
             write_atomically(folder.path / "plan.json", json.dumps(forecast.as_dict(), indent=2) + "\n")
         logger.info("memory: %s", summary(forecast, device_bytes))

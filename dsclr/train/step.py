@@ -13,14 +13,16 @@ import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
+from dsclr.config import Config
 from dsclr.data import BatchLike
-from dsclr.losses import Keys, Loss, LossOutput
+from dsclr.losses import Keys, Loss, LossOutput, build_loss
 from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
+from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import KEY_SOURCES, MemoryBank
+from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value, separate_leaves
-from dsclr.train.retention import Retention
+from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ class ContrastiveStep:
     def __post_init__(self) -> None:
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
-        self._flags = torch.zeros(3, device=self.device)
+        self._flags = torch.zeros(2, device=self.device)
         self._kept_rows = 0
 
     def __call__(self, batch: BatchLike, number: int = 0) -> StepResult:
@@ -348,3 +350,29 @@ def _leaf(keys: Tensor, own: Tensor) -> Tensor:
 
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def build_step(
+    config: Config,
+    engine: Any,
+    device: torch.device,
+    bank: MemoryBank | None = None,
+    retention: Retention | None = None,
+) -> ContrastiveStep:
+    """The step of a run.
+
+    Args:
+        config: with batch keys filled in.
+        engine, device, bank, retention: see :class:`ContrastiveStep`.
+    """
+    ours = config.dsclr
+    return ContrastiveStep(
+        engine,
+        build_loss(ours.loss, ours.objective),
+        KEY_SOURCES[ours.negatives.across_ranks],
+        config.micro_batch_size,
+        device,
+        ours.model.logit_scale.max,
+        bank,
+        retention,
+    )

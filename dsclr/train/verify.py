@@ -17,13 +17,12 @@ from dsclr.config import Config, LossConfig
 from dsclr.data import build_train_loader
 from dsclr.losses import Keys, build_loss
 from dsclr.models import ContrastiveModel, build_model, enable_activation_checkpointing
-from dsclr.negatives import KEY_SOURCES
+from dsclr.retention import Retention
 from dsclr.rng import RandomState
 from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.loop import Plan
-from dsclr.train.retention import Retention
 from dsclr.train.runtime import Runtime
-from dsclr.train.step import ContrastiveStep
+from dsclr.train.step import build_step
 
 CHUNKS = 3
 MOST_MICRO_BATCH = 8
@@ -134,7 +133,12 @@ def verify(plan: Plan, runtime: Runtime) -> Verification:
     model.train()
     rows = config.train_batch_size // runtime.world_size
     loader = build_train_loader(
-        ours.data, plan.dataset, rows, rank=runtime.rank, world_size=runtime.world_size, local_ranks=runtime.world_size
+        ours.data,
+        plan.dataset,
+        rows,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        local_ranks=runtime.local_world_size,
     )
     batch = next(iter(loader))
     loader.close()
@@ -144,15 +148,7 @@ def verify(plan: Plan, runtime: Runtime) -> Verification:
     # Room for one graph: one micro-batch is kept, the others are run again, so that both ways are taken.
     retention = Retention(1, runtime.device)
     retention.graph_bytes = 1 / config.micro_batch_size
-    step = ContrastiveStep(
-        engine,
-        build_loss(ours.loss, ours.objective),
-        KEY_SOURCES[ours.negatives.across_ranks],
-        config.micro_batch_size,
-        runtime.device,
-        ours.model.logit_scale.max,
-        retention=retention,
-    )
+    step = build_step(config, engine, runtime.device, retention=retention)
     gradients: dict[str, Tensor] = {}
 
     def read_gradients() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.environment import of_a_user
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -28,15 +28,6 @@ SMALL = {
         "loss": {"k": 4, "block_size": 8},
     },
 }
-
-
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -136,7 +127,7 @@ def test_quickstart_configuration_trains_and_evaluates(tmp_path, capsys):
     run = tmp_path / "runs/quickstart"
     evaluations = lines(run / "eval.jsonl")
     assert [record["step"] for record in evaluations] == [0, 3]
-    assert script("evaluate").main(["--run", str(run)]) == 0
+    assert load_script("launch/evaluate.py").main(["--run", str(run)]) == 0
     table = capsys.readouterr().out
     assert "R@10 after" in table
     results = json.loads((run / "retrieval.json").read_text())
@@ -192,11 +183,7 @@ def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsy
          "--set", "dsclr.run.max_steps=2", "--set", "dsclr.run.name=full", "--set", "dsclr.model.lock_text=true"],
         tmp_path,
     )  # fmt: skip
-    spec = importlib.util.spec_from_file_location("export", ROOT / "tools" / "export.py")
-    assert spec is not None
-    assert spec.loader is not None
-    export = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(export)
+    export = load_script("tools/export.py")
     assert (
         export.main(["--run", str(tmp_path / "runs/full"), "--output", str(tmp_path / "out"), "--dtype", "fp16"]) == 0
     )
@@ -208,7 +195,7 @@ def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsy
 
 def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
     arguments = ["--deepspeed_config", str(small), "--dry-run", "--set", f"dsclr.run.dir={tmp_path}/runs"]
-    assert script("train").main([*arguments, "--set", "dsclr.eval=null"]) == 0
+    assert load_script("launch/train.py").main([*arguments, "--set", "dsclr.eval=null"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["train_samples"] == 1355
     assert plan["total_steps"] == 10
@@ -246,6 +233,7 @@ def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
             ["dsclr.step.spill_dir=missing", "dsclr.step.host_images=spill"],
             "dsclr.step.spill_dir = missing: not a folder",
         ),
+        (["dsclr.step.spill_dir=README.md", "dsclr.step.host_images=spill"], "spill_dir = README.md: not a folder"),
         (["dsclr.eval.data=missing.tar"], "dsclr.eval.data"),
     ],
 )
@@ -253,7 +241,7 @@ def test_a_mistake_is_one_clear_error_before_any_training(small, tmp_path, capsy
     arguments = ["--deepspeed_config", str(small), "--set", f"dsclr.run.dir={tmp_path}/runs"]
     for override in overrides:
         arguments += ["--set", override]
-    assert script("train").main(arguments) == 1
+    assert load_script("launch/train.py").main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -264,7 +252,7 @@ def test_a_mistake_is_one_clear_error_before_any_training(small, tmp_path, capsy
 def test_unreadable_json(tmp_path, capsys):
     path = tmp_path / "x.json"
     path.write_text("{nope")
-    assert script("train").main(["--deepspeed_config", str(path)]) == 1
+    assert load_script("launch/train.py").main(["--deepspeed_config", str(path)]) == 1
     assert "line 1, column 2" in capsys.readouterr().err
 
 
@@ -273,10 +261,10 @@ def test_a_folder_with_another_run_is_left_alone(small, tmp_path, capsys):
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("precious")
     arguments = ["--deepspeed_config", str(small), "--set", f"dsclr.run.dir={tmp_path}/runs"]
-    assert script("train").main(arguments) == 1
+    assert load_script("launch/train.py").main(arguments) == 1
     assert "already holds a run: resume it with --resume" in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_text() == "precious"
-    assert script("train").main([*arguments, "--resume"]) == 1
+    assert load_script("launch/train.py").main([*arguments, "--resume"]) == 1
     assert "holds no run" in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import of_a_user
+from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = {"peak_bytes": 8_000_000_000, "parts": {"parameters": 300_000_000, "loss": 5_000_000}}
@@ -21,12 +21,7 @@ NAMES = ("gpu_check.sh", "gpu_check.py", "make_wheelhouse.sh", "constraints.txt"
 
 @pytest.fixture(scope="module")
 def gpu_check():
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools/gpu_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/gpu_check.py")
 
 
 @pytest.fixture
@@ -122,7 +117,7 @@ def work(tmp_path):
     (folder / "train/plan.json").write_text(json.dumps(FORECAST))
     (folder / "plan.json").write_text(json.dumps({"fits": True, "config": f"{ROOT}/ds_configs/a100.json"}))
     (folder / "plan.out").write_text("[2026-01-01 00:00:00,000] [WARNING] [x.py] noise\n| a rank | best |\n|---|---|\n")
-    (folder / "step.err").write_text('File "/opt/some/lib/python3.12/site-packages/torch/nn.py"\nkilled\n')
+    (folder / "step.err").write_text(f'File "{folder}/lib/python3.12/site-packages/torch/nn.py"\nkilled\n')
     return folder
 
 
@@ -161,7 +156,7 @@ def test_one_markdown_file(gpu_check, work, tmp_path):
     assert "| a rank | best |" in text
     assert "noise" not in text
     assert str(ROOT) not in text
-    assert "/opt/" not in text
+    assert str(work) not in text
 
 
 def test_memory_of_the_losses(gpu_check, work):

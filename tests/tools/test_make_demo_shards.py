@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shutil
@@ -10,28 +9,19 @@ import sys
 import tarfile
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import webdataset as wds
 from PIL import Image
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "dsclr" / "data" / "demo"
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_demo_shards", ROOT / "tools" / "make_demo_shards.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks the module up by its name
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_script("tools/make_demo_shards.py")
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from dsclr.config import Config
 from dsclr.data import Batch
-from dsclr.losses import build_loss
 from dsclr.models import build_model, enable_activation_checkpointing
-from dsclr.negatives import KEY_SOURCES
+from dsclr.retention import Retention
 from dsclr.train import runtime
 from dsclr.train.engine import build_engine, engine_config, master_value, parameter_groups
-from dsclr.train.retention import Retention
-from dsclr.train.step import ContrastiveStep
+from dsclr.train.step import ContrastiveStep, build_step
 from tests.oracle import dense_loss
 
 ROWS = 12
@@ -30,14 +28,20 @@ LR = 0.5
 LORA = {"rank": 3, "alpha": 6}
 
 
-def model_file(folder: Path) -> str:
-    path = folder / "dsclr-test-model.json"
+def model_file(folder: Path, context_length: int = 12, vocab_size: int = 50) -> str:
+    path = folder / f"dsclr-test-model-{vocab_size}.json"
     path.write_text(
         json.dumps(
             {
                 "embed_dim": 16,
                 "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 8, "patch_size": 8},
-                "text_cfg": {"context_length": 12, "vocab_size": 50, "width": 32, "heads": 4, "layers": 2},
+                "text_cfg": {
+                    "context_length": context_length,
+                    "vocab_size": vocab_size,
+                    "width": 32,
+                    "heads": 4,
+                    "layers": 2,
+                },
             }
         )
     )
@@ -117,15 +121,8 @@ def engine_step(
     enable_activation_checkpointing(model, config.raw)
     engine = build_engine(model, engine_config(config, 1, "", world.device))
     before = named(model, master_value)
-    step = ContrastiveStep(
-        engine,
-        build_loss(config.dsclr.loss, config.dsclr.objective),
-        KEY_SOURCES[config.dsclr.negatives.across_ranks],
-        config.micro_batch_size,
-        world.device,
-        max_scale,
-        retention=Retention(config.dsclr.step.retain, world.device),
-    )
+    step = build_step(config, engine, world.device, retention=Retention(config.dsclr.step.retain, world.device))
+    step.max_logit_scale = max_scale
     prepare(step)
     rows = len(batch.ids) // world.world_size
     own = slice(world.rank * rows, (world.rank + 1) * rows)

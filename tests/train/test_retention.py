@@ -7,8 +7,8 @@ import torch
 
 from dsclr.models import build_model
 from dsclr.models.memo import Memo, frozen_blocks
+from dsclr.retention import Retention
 from dsclr.train import OutOfMemory
-from dsclr.train.retention import Retention
 from dsclr.train.step import ContrastiveStep
 from tests.train.steps import LORA, ROWS, assert_same_step, engine_step, make_batch, make_config, make_model, spawn
 
@@ -257,7 +257,7 @@ def test_memo_of_a_forward_gives_the_same_embeddings(tmp_path):
 
 
 def test_budget_on_a_device_is_what_two_steps_leave_free(monkeypatch):
-    monkeypatch.setattr("dsclr.train.retention.capacity_bytes", lambda *_: 1000)
+    monkeypatch.setattr("dsclr.retention.capacity_bytes", lambda *_: 1000)
     retention = Retention("auto", torch.device("cuda"))
     assert retention.kept_chunks(64, 8) == 1
     retention.observe_graph(8, 80)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dsclr.config import Config
 from dsclr.train import make_plan, verify
 from dsclr.train.verify import scaled_down
-from tests.train.steps import LORA, make_config, spawn
+from tests.train.steps import LORA, make_config, model_file, spawn
 
 
-def verify_config(folder, model=None, **changes) -> Config:
+def verify_config(tmp_path, model=None, **changes) -> Config:
     """On the demo's shards."""
     ours = {"data": {"train": "demo:fluent-train", "workers": 0}, **changes.pop("dsclr", {})}
     return make_config(
-        folder,
+        tmp_path,
         {"lora": LORA, **(model or {})},
         train_batch_size=512,
         train_micro_batch_size_per_gpu=4,
@@ -26,20 +24,9 @@ def verify_config(folder, model=None, **changes) -> Config:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    # The tokenizer's vocabulary, and its context length.
-    path = folder / "dsclr-verify-model.json"
-    path.write_text(
-        json.dumps(
-            {
-                "embed_dim": 16,
-                "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 8, "patch_size": 8},
-                "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 4, "layers": 2},
-            }
-        )
-    )
-    return folder
+def model_path(tmp_path_factory):
+    """With the vocabulary of the tokenizer that reads the captions."""
+    return model_file(tmp_path_factory.mktemp("model"), context_length=16, vocab_size=49408)
 
 
 def run_verify(world, config):
@@ -57,8 +44,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_every_loss_agrees(world, folder, loss):
-    config = verify_config(folder, {"name": str(folder / "dsclr-verify-model.json")}, dsclr={"loss": loss})
+def test_every_loss_agrees(world, tmp_path, model_path, loss):
+    config = verify_config(tmp_path, {"name": model_path}, dsclr={"loss": loss})
     result = run_verify(world, config)
     assert result.agrees, result.table()
     assert len(result.compared) > 10
@@ -76,17 +63,17 @@ def test_every_loss_agrees(world, folder, loss):
     ],
     ids=["checkpointing", "zero0", "bf16", "simclr", "bank"],
 )
-def test_settings_agree(world, folder, changes):
+def test_settings_agree(world, tmp_path, model_path, changes):
     towers = ["image"] if changes.get("dsclr", {}).get("objective") == "simclr" else ["image", "text"]
-    model = {"name": str(folder / "dsclr-verify-model.json"), "lora": {**LORA, "dropout": 0.2, "towers": towers}}
-    result = run_verify(world, verify_config(folder, model, **changes))
+    model = {"name": model_path, "lora": {**LORA, "dropout": 0.2, "towers": towers}}
+    result = run_verify(world, verify_config(tmp_path, model, **changes))
     assert result.agrees, result.table()
 
 
 @pytest.mark.parametrize("across", ["off", "gather"])
-def test_two_ranks_agree(folder, across):
-    model = {"name": str(folder / "dsclr-verify-model.json")}
-    config = verify_config(folder, model, dsclr={"negatives": {"across_ranks": across}})
+def test_two_ranks_agree(tmp_path, model_path, across):
+    model = {"name": model_path}
+    config = verify_config(tmp_path, model, dsclr={"negatives": {"across_ranks": across}})
     for result in spawn(2, _agrees, config):
         assert result
 
@@ -95,7 +82,7 @@ def _agrees(world, config):
     return run_verify(world, config).agrees
 
 
-def test_a_wrong_gradient_is_found(world, folder, monkeypatch):
+def test_a_wrong_gradient_is_found(world, tmp_path, model_path, monkeypatch):
     import dsclr.train.step as step
 
     deliver = step.deliver_gradients
@@ -105,15 +92,15 @@ def test_a_wrong_gradient_is_found(world, folder, monkeypatch):
         deliver(engine, {p: g * (1.01 if p is last else 1) for p, g in gradients.items()})
 
     monkeypatch.setattr(step, "deliver_gradients", wrong)
-    result = run_verify(world, verify_config(folder, {"name": str(folder / "dsclr-verify-model.json")}))
+    result = run_verify(world, verify_config(tmp_path, {"name": model_path}))
     assert not result.agrees
     assert sum(not c.agrees for c in result.compared) == 1
     assert "DIFFERS" in result.table()
     assert "1 of" in result.table()
 
 
-def test_scaled_down_keeps_several_chunks_and_blocks(folder):
-    small = scaled_down(verify_config(folder).with_world_size(1), 1)
+def test_scaled_down_keeps_several_chunks_and_blocks(tmp_path):
+    small = scaled_down(verify_config(tmp_path).with_world_size(1), 1)
     assert small.chunks == 3
     assert small.dsclr.loss.k == 4
     assert small.dsclr.loss.block_size == 4

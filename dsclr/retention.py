@@ -21,6 +21,17 @@ HOST_SHARE = 0.5
 WARM_STEPS = 2
 
 
+def keeps_hidden(budget: int, rows: int, hidden_bytes: float) -> bool:
+    """Whether so many bytes hold the frozen blocks' output of all rows, of ``hidden_bytes`` a row."""
+    return 0 < budget >= hidden_bytes * rows
+
+
+def kept_chunks(budget: int, rows: int, micro_batch_size: int, graph_bytes: float, hidden_bytes: float) -> int:
+    """Micro-batches whose graphs, of ``graph_bytes`` a row, fit beside the frozen blocks' output where that is kept."""
+    left = budget - hidden_bytes * rows if keeps_hidden(budget, rows, hidden_bytes) else budget
+    return min(-(-rows // micro_batch_size), int(left / max(1.0, graph_bytes * micro_batch_size)))
+
+
 @dataclass
 class Retention:
     """Decides how many micro-batches keep their graphs from the first pass to the second.
@@ -70,26 +81,18 @@ class Retention:
 
     def keeps_hidden(self, rows: int) -> bool:
         """Whether the frozen blocks' output is kept for all rows."""
-        if self.budget is None or self.retain == 0:
-            return False
-        return (self.hidden_bytes or 0) * rows <= self.budget
+        return self.budget is not None and keeps_hidden(self.budget, rows, self.hidden_bytes or 0)
 
     def kept_chunks(self, rows: int, micro_batch_size: int) -> int:
         """Of how many micro-batches, from the first, the graph is kept.
 
         A step of one micro-batch keeps its graph always: the backward needs it at once.
         """
-        chunks = -(-rows // micro_batch_size)
-        if chunks == 1:
+        if rows <= micro_batch_size or self.budget is None:
             return 1
-        if self.budget is None:
-            return 1
-        if not self.budget or self.graph_bytes is None:
+        if self.graph_bytes is None:
             return 0
-        left = self.budget
-        if self.keeps_hidden(rows):
-            left -= int((self.hidden_bytes or 0) * rows)
-        return min(chunks, int(left / (self.graph_bytes * micro_batch_size)))
+        return kept_chunks(self.budget, rows, micro_batch_size, self.graph_bytes, self.hidden_bytes or 0)
 
     def shrink(self, kept_rows: int) -> None:
         """After running out of memory with the graphs of ``kept_rows`` rows kept: half of that, and no more."""
