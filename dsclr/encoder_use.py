@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -44,18 +44,18 @@ class EncoderUse:
         graph: kept by a forward with a graph.
         forward_peak: the most during a forward without one.
         backward_peak: the most during forward and backward, gradients of the parameters left out.
+        recompute_peak: the same, one tower after the other.
         hidden: what the frozen blocks' output takes.
     """
 
     graph: Line
     forward_peak: Line
     backward_peak: Line
+    recompute_peak: Line
     hidden: Line
 
     def __mul__(self, factor: float) -> EncoderUse:
-        return EncoderUse(
-            self.graph * factor, self.forward_peak * factor, self.backward_peak * factor, self.hidden * factor
-        )
+        return EncoderUse(*(getattr(self, part.name) * factor for part in fields(self)))
 
 
 def measure_encoder(
@@ -79,7 +79,7 @@ def _line(one: int, other: int) -> Line:
 
 def _measure_rows(
     model: ContrastiveModel, inputs: tuple[Tensor, Tensor], autocast: Autocast
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, int]:
     device = model.logit_scale.device
     a, b = (x.to(device) for x in inputs)
     with separate_leaves(model) as leaves, autocast():
@@ -94,12 +94,27 @@ def _measure_rows(
         with measured(device) as backward:
             with measured(device) as graph:
                 outputs = model(a, b)
-            ends = [z for z in outputs if z.requires_grad]
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(z) for z in ends])
-    del outputs, ends, leaves
+            _backward(outputs)
+        del outputs
+        with measured(device) as recompute:
+            for sides in model.by_tower(a, b):
+                _backward(sides.values())
+                del sides
+    del leaves
     gc.collect()
-    return graph.kept_bytes, forward.peak_bytes - hidden, max(backward.peak_bytes, graph.peak_bytes), hidden
+    return (
+        graph.kept_bytes,
+        forward.peak_bytes - hidden,
+        max(backward.peak_bytes, graph.peak_bytes),
+        recompute.peak_bytes,
+        hidden,
+    )
+
+
+def _backward(outputs: Iterable[Tensor]) -> None:
+    ends = [z for z in outputs if z.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(z) for z in ends])
 
 
 def _forget_gradient(leaf: Tensor) -> None:

@@ -175,17 +175,17 @@ class Planner:
         embeddings = 3 * pair * setting.rows + (3 * pair * keys if gathers else 0)
         loss = loss_bytes(ours.loss, setting.rows, keys + bank, self.dim, ours.objective)
         use, micro = self.uses[setting.checkpointing], setting.micro_batch_size
-        graph, backward_peak = use.graph(micro), use.backward_peak(micro)
+        graph, backward_peak, recompute_peak = use.graph(micro), use.backward_peak(micro), use.recompute_peak(micro)
         kept = setting.kept * graph
         hidden = use.hidden(max(0, setting.rows - setting.kept * micro)) if setting.hidden else 0
         # Summed in float32; handed over in the engine's own precision, in its bucket, and to the optimizer in float32.
         summed, handed = 4 * self.trainable, (3 * self.element_bytes + 4) * self.trainable
-        backward = self._backward(setting, graph, backward_peak)
+        backward = self._backward(setting, graph, backward_peak, recompute_peak)
         parts.update(
             {
                 "graphs kept": kept,
                 "frozen blocks' output": hidden,
-                "a micro-batch at work": backward_peak,
+                "a micro-batch at work": recompute_peak if setting.kept < setting.chunks else backward_peak,
                 "embeddings and their gradients": embeddings,
                 "loss": loss or 0,
                 "gradients": summed + handed,
@@ -206,11 +206,11 @@ class Planner:
             unknown.append(f"the state of {self.config.raw['optimizer']['type']} (taken for Adam's)")
         return Forecast(setting, parts, phases, self._host(setting), tuple(unknown))
 
-    def _backward(self, setting: Setting, graph: int, peak: int) -> int:
+    def _backward(self, setting: Setting, graph: int, peak: int, recompute_peak: int) -> int:
         """The most during the backwards: graphs go one after the other, gradients come.
 
         Args:
-            graph, peak: of a micro-batch.
+            graph, peak, recompute_peak: of a micro-batch.
         """
         kept, at_work = setting.kept, peak - graph
         own, summed = self.element_bytes * self.trainable, 4 * self.trainable
@@ -223,7 +223,7 @@ class Planner:
         if setting.chunks > 1:
             times.append(max(kept - 2, 0) * graph + summed + own)
         if kept < setting.chunks:
-            times.append(peak + summed)
+            times.append(recompute_peak + summed)
         return max(times)
 
     def _host(self, setting: Setting) -> dict[str, int]:

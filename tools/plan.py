@@ -115,6 +115,7 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
                 "graph": use.graph.per_row,
                 "forward": use.forward_peak.per_row,
                 "backward": use.backward_peak.per_row,
+                "second_pass": use.recompute_peak.per_row,
             }
             for on, use in planner.uses.items()
         },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,10 +64,22 @@ class ContrastiveModel(nn.Module):
             b: (B, L) int64 token ids, or (B, 3, H, W) uint8 second views under "simclr".
             memo: an empty one is filled; a filled one (of the same rows) spares what does not train.
         """
+        sides: dict[int, Tensor] = {}
+        for of_tower in self.by_tower(a, b, memo):
+            sides.update(of_tower)
+        return sides[0], sides[1]
+
+    def by_tower(self, a: Tensor, b: Tensor, memo: Memo | None = None) -> Iterator[dict[int, Tensor]]:
+        """What :meth:`forward` gives, tower by tower: the graph of one can go before that of the next is made.
+
+        Yields:
+            side (0 of a, 1 of b) -> (B, D); both at once where one tower encodes both.
+        """
         if self.objective == "simclr":
-            za, zb = self.encode_image(torch.cat([a, b]), memo=memo).chunk(2)
-            return za, zb
-        return self.encode_image(a, memo=memo), self.encode_text(b, memo=memo)
+            yield dict(enumerate(self.encode_image(torch.cat([a, b]), memo=memo).chunk(2)))
+            return
+        yield {0: self.encode_image(a, memo=memo)}
+        yield {1: self.encode_text(b, memo=memo)}
 
     def encode_image(self, images: Tensor, head: bool = True, memo: Memo | None = None) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 L2-normalised.

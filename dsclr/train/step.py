@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -88,8 +88,9 @@ class ContrastiveStep:
     """Forward, loss on all embeddings, then the embeddings' gradients back through the encoder chunk by chunk.
 
     The chunks only bound memory: loss, gradients and update are those of the whole batch at once. As many chunks as
-    ``retention`` allows keep their graph for the backward; the others are run again, from the same random numbers, so
-    that dropout drops the same. What does not train is not run again where that is cheap (:class:`Memo`).
+    ``retention`` allows keep their graph for the backward; the others are run again, one tower after the other, from
+    the same random numbers, so that dropout drops the same. What does not train is not run again where that is cheap
+    (:class:`Memo`).
 
     The engine sees one backward a step, which hands it the summed gradients. Until then nothing of it has changed, so
     a step that runs out of memory is done again from its start: on all ranks together, from the same rows and random
@@ -249,31 +250,46 @@ class ContrastiveStep:
         gradients: dict[nn.Parameter, Tensor] = {}
         while chunks:
             chunk = chunks.pop(0)
-            outputs = chunk.outputs
-            if not any(z.requires_grad for z in outputs):
-                chunk.random_state.restore(self.device)
-                outputs = self._encode(batch, chunk.start, chunk.end, chunk.memo)
-            # A side that does not train has no graph.
-            sides = [i for i in (0, 1) if outputs[i].requires_grad]
-            if sides:
-                torch.autograd.backward(
-                    [outputs[i] for i in sides], [embeddings[i][chunk.start : chunk.end] * scale for i in sides]
-                )
-            for parameter, leaf in leaves.items():
-                if leaf.grad is None:
-                    continue
-                if parameter in gradients:
-                    gradients[parameter].add_(leaf.grad, alpha=1 / scale)
-                else:
-                    gradients[parameter] = leaf.grad.float() / scale if scale != 1 else leaf.grad.float()
-                leaf.grad = None
+            for sides in self._with_graph(batch, chunk):
+                # A side that does not train has no graph.
+                trained = {i: z for i, z in sides.items() if z.requires_grad}
+                if trained:
+                    rows = slice(chunk.start, chunk.end)
+                    torch.autograd.backward(list(trained.values()), [embeddings[i][rows] * scale for i in trained])
+                for parameter, leaf in leaves.items():
+                    if leaf.grad is None:
+                        continue
+                    if parameter in gradients:
+                        gradients[parameter].add_(leaf.grad, alpha=1 / scale)
+                    else:
+                        gradients[parameter] = leaf.grad.float() / scale if scale != 1 else leaf.grad.float()
+                    leaf.grad = None
         return gradients
 
+    def _with_graph(self, batch: BatchLike, chunk: _Chunk) -> Iterator[dict[int, Tensor]]:
+        """The chunk's embeddings with their graph: the one that was kept, or made again tower by tower."""
+        if any(z.requires_grad for z in chunk.outputs):
+            yield dict(enumerate(chunk.outputs))
+            return
+        chunk.random_state.restore(self.device)
+        towers = self.engine.module.by_tower(*self._inputs(batch, chunk.start, chunk.end), chunk.memo)
+        while True:
+            # Around the forward only: a backward does not belong under autocast.
+            with autocast_if_enabled(self.engine):
+                sides = next(towers, None)
+            if sides is None:
+                return
+            yield sides
+            del sides
+
     def _encode(self, batch: BatchLike, start: int, end: int, memo: Memo | None) -> tuple[Tensor, Tensor]:
-        a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
         # Not through the engine: its hooks belong to a backward of its own.
         with autocast_if_enabled(self.engine):
-            return self.engine.module(a, b, memo)
+            return self.engine.module(*self._inputs(batch, start, end), memo)
+
+    def _inputs(self, batch: BatchLike, start: int, end: int) -> tuple[Tensor, Tensor]:
+        a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
+        return a, b
 
     def _together(self, phase: str, work: Callable[[], T]) -> T:
         """A phase in which every rank works alone; if it does not fit one of them, all give it up."""

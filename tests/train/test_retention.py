@@ -57,13 +57,13 @@ def test_kept_or_run_again_is_bitwise_the_same(world, tmp_path, lora, checkpoint
 
 def test_the_second_forward_is_saved(world, tmp_path, monkeypatch):
     forwards = []
-    encode = ContrastiveStep._encode
+    inputs = ContrastiveStep._inputs
 
-    def counted(self, batch, start, end, memo):
+    def counted(self, batch, start, end):
         forwards.append(start)
-        return encode(self, batch, start, end, memo)
+        return inputs(self, batch, start, end)
 
-    monkeypatch.setattr(ContrastiveStep, "_encode", counted)
+    monkeypatch.setattr(ContrastiveStep, "_inputs", counted)
     for retain, expected in ((0, 8), ("auto", 4)):
         forwards.clear()
         engine_step(world, step_config(tmp_path, 3, retain), make_batch())
@@ -79,7 +79,7 @@ def test_micro_batches_of_any_size_give_the_same_update(world, tmp_path):
 class RunsOut:
     """Out of memory at some calls of the encoder, or of the loss."""
 
-    def __init__(self, *calls, where="_encode", rank=0):
+    def __init__(self, *calls, where="_inputs", rank=0):
         self.calls, self.where, self.rank = calls, where, rank
 
     def __call__(self, step):
@@ -87,7 +87,7 @@ class RunsOut:
 
         if dist.get_rank() != self.rank:
             return
-        target = {"_encode": "_encode", "loss": "loss_fn"}[self.where]
+        target = {"_inputs": "_inputs", "loss": "loss_fn"}[self.where]
         original, count = getattr(step, target), 0
 
         def failing(*arguments):
@@ -141,7 +141,7 @@ def test_a_row_that_does_not_fit_is_named(world, tmp_path):
 
 def test_a_host_allocation_that_fails_is_recovered_from(world, tmp_path):
     def prepare(step):
-        original, calls = step._encode, []
+        original, calls = step._inputs, []
 
         def failing(*arguments):
             calls.append(1)
@@ -149,7 +149,7 @@ def test_a_host_allocation_that_fails_is_recovered_from(world, tmp_path):
                 torch.empty(2**58, dtype=torch.uint8)
             return original(*arguments)
 
-        step._encode = failing
+        step._inputs = failing
 
     config = step_config(tmp_path, 6)
     recovered = engine_step(world, config, make_batch(), prepare=prepare)
@@ -162,7 +162,7 @@ def test_other_errors_are_not_taken_for_memory(world, tmp_path):
         def failing(*arguments):
             raise RuntimeError("shapes cannot be multiplied")
 
-        step._encode = failing
+        step._inputs = failing
 
     with pytest.raises(RuntimeError, match="shapes"):
         engine_step(world, step_config(tmp_path, 6), make_batch(), prepare=prepare)
