@@ -233,7 +233,8 @@ class Config:
     def __init__(self, raw: dict[str, Any], source: str = "config") -> None:
         """Validate ``raw``. Raises ConfigError."""
         self.source = source
-        self.raw = raw
+        # null at the top level is an absent key: so --set can switch a section of a file off.
+        self.raw = raw = {key: value for key, value in raw.items() if value is not None or key == "dsclr"}
         _check_deepspeed_keys(raw, source)
         section = raw.get("dsclr", {})
         if not isinstance(section, dict):
@@ -516,6 +517,8 @@ def _explain(error: ValidationError, section: dict[str, Any], source: str) -> st
             complaints.setdefault(_dotted(location), []).append(message)
         else:
             message = message[0].lower() + message[1:]
+            if problem["type"] == "model_type":
+                message = f"an object with {', '.join(sorted(_fields_at(location)))} is expected"
             complaints.setdefault(f"{_dotted(location[:depth])} = {given!r}", []).append(message)
     lines = [": ".join([where, " or ".join(messages)]) if messages else where for where, messages in complaints.items()]
     return f"{source}: " + "; ".join(lines)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsclr.memory import measured
 from dsclr.models import ContrastiveModel
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
+from dsclr.models.statistics import frozen_statistics
 
-# Rows of the two measured micro-batches.
-MEASURED_ROWS = (1, 3)
+# Rows of the two measured micro-batches: a batch normalisation needs two.
+MEASURED_ROWS = (2, 4)
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -68,7 +69,8 @@ def measure_encoder(
         rows_of: number of rows -> inputs of that many.
         autocast: makes the context in which the forward runs.
     """
-    points = [_measure_rows(model, rows_of(rows), autocast) for rows in MEASURED_ROWS]
+    with frozen_statistics(model):
+        points = [_measure_rows(model, rows_of(rows), autocast) for rows in MEASURED_ROWS]
     return EncoderUse(*(_line(one, other) for one, other in zip(*points, strict=True)))
 
 
@@ -91,6 +93,11 @@ def _measure_rows(
         # Gradients of parameters are counted by themselves: they grow while activations go.
         for leaf in leaves.values():
             leaf.register_post_accumulate_grad_hook(_forget_gradient)
+        # A vocabulary's gradient is as large for one row as for a thousand and comes when the activations are gone: in
+        # two small micro-batches it would be the peak, and nothing could be told of a large one.
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.requires_grad_(False)
         with measured(device) as backward:
             with measured(device) as graph:
                 outputs = model(a, b)

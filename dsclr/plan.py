@@ -16,15 +16,18 @@ from torch import Tensor
 
 from dsclr.config import Config, ConfigError
 from dsclr.data.tasks import ROWS_PER_TASK
-from dsclr.encoder_use import Autocast, EncoderUse, measure_encoder
+from dsclr.encoder_use import MEASURED_ROWS, Autocast, EncoderUse, measure_encoder
 from dsclr.losses.footprint import CLIP_LOSS_MATRICES, dense_bytes, loss_bytes
 from dsclr.models import ContrastiveModel, disable_activation_checkpointing, enable_activation_checkpointing
+from dsclr.models.statistics import frozen_statistics
 from dsclr.retention import DEVICE_SHARE, HOST_SHARE, keeps_hidden, kept_chunks
 from dsclr.rng import RandomState
 from dsclr.units import format_bytes
 
 # A GPU works below its speed on smaller micro-batches; they are proposed only if nothing else fits.
 SMALLEST_EFFICIENT = 32
+# Forwards a row that a larger micro-batch may cost.
+NEARLY = 0.05
 # Of a weight.
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Bytes of optimizer state a parameter, in float32.
@@ -65,24 +68,27 @@ class Forecast:
     Attributes:
         setting: what they are for.
         parts: name -> bytes, at the time of the highest peak or not (the parts do not all live at once).
-        phases: name -> bytes of all that lives then.
+        phases: name -> what lives then, name -> bytes.
         host: name -> bytes on the host.
         unknown: what is not in the numbers.
     """
 
     setting: Setting
     parts: dict[str, int]
-    phases: dict[str, int]
+    phases: dict[str, dict[str, int]]
     host: dict[str, int]
     unknown: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.phases.values())
+        return self.phase_bytes(self.peak_phase)
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=self.phases.__getitem__)
+        return max(self.phases, key=self.phase_bytes)
+
+    def phase_bytes(self, phase: str) -> int:
+        return sum(self.phases[phase].values())
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -90,7 +96,8 @@ class Forecast:
             "peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase,
             "parts": self.parts,
-            "phases": self.phases,
+            "peak_parts": self.phases[self.peak_phase],
+            "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
             "host": self.host,
             "not_counted": list(self.unknown),
         }
@@ -164,12 +171,11 @@ class Planner:
             "fp32 master weights": 4 * self.trainable // shards if has_master else 0,
             "optimizer state": (8 if state is None else state) * self.trainable // shards,
         }
-        resident = sum(parts.values())
         gathers = self.world_size > 1 and ours.negatives.across_ranks != "off"
         keys = setting.rows * (self.world_size if gathers else 1)
         bank = 0 if ours.negatives.bank is None else ours.negatives.bank.size
         parts["memory bank"] = bank * (2 * 4 * self.dim + 8)
-        resident += parts["memory bank"]
+        resident = dict(parts)
         pair = 2 * 4 * self.dim
         # The chunks' own, one tensor of all, and its gradient; of other ranks' keys, values and gradients.
         embeddings = 3 * pair * setting.rows + (3 * pair * keys if gathers else 0)
@@ -193,13 +199,22 @@ class Planner:
         )
         # With every graph kept no forward runs without one.
         forward = use.forward_peak(micro) if setting.kept < setting.chunks else backward_peak - graph
+        held = {**resident, "graphs kept": kept, "frozen blocks' output": hidden}
         phases = {
-            "encoder forward": resident + kept + hidden + forward + pair * setting.rows,
-            "loss": resident + kept + hidden + embeddings + (loss or 0),
-            "encoder backward": resident + hidden + embeddings + backward,
-            "optimizer": resident + embeddings + summed + handed,
+            "encoder forward": {**held, "a micro-batch at work": forward, "embeddings": pair * setting.rows},
+            "loss": {**held, "embeddings and their gradients": embeddings, "loss": loss or 0},
+            "encoder backward": {
+                **resident,
+                "frozen blocks' output": hidden,
+                "embeddings and their gradients": embeddings,
+                "graphs, a micro-batch at work and gradients": backward,
+            },
+            "optimizer": {**resident, "embeddings and their gradients": embeddings, "gradients": summed + handed},
         }
-        unknown = ["what the driver and libraries take on a GPU (some 0.5 GB); on a CPU, holes in the heap"]
+        unknown = [
+            "what the driver and libraries take on a GPU (some 0.5 GB); on a CPU the process itself with its libraries "
+            "(some 1 GB, in the metrics' peak_bytes) and holes in the heap"
+        ]
         if loss is None:
             unknown.append(f"the buffers of {ours.loss.name}")
         if state is None:
@@ -253,16 +268,19 @@ class Planner:
         return self.forecast(setting).peak_bytes <= DEVICE_SHARE * device_bytes
 
     def best(self, rows: int, device_bytes: int) -> Forecast | None:
-        """The setting of ``rows`` rows a rank that runs the fewest forwards, then with the largest micro-batch.
+        """The setting with the largest micro-batch among those of ``rows`` rows a rank with nearly the fewest forwards.
 
-        None: not even a micro-batch of one row fits.
+        Nearly: a twentieth of a forward a row more at most, for which a larger micro-batch makes up. None: not even a
+        micro-batch of one row fits.
         """
         fitting = [s for s in self._settings(rows, device_bytes) if self.fits(s, device_bytes)]
         efficient = [s for s in fitting if s.micro_batch_size >= min(SMALLEST_EFFICIENT, rows)] or fitting
         if not efficient:
             return None
-        # To a tenth of a forward: a larger micro-batch is worth more than a few rows that run once.
-        best = min(efficient, key=lambda s: (round(s.forwards, 1), -s.micro_batch_size))
+        nearly_fewest = min(s.forwards for s in efficient) + NEARLY
+        best = min(
+            (s for s in efficient if s.forwards <= nearly_fewest), key=lambda s: (-s.micro_batch_size, s.forwards)
+        )
         return self.forecast(best)
 
     def _settings(self, rows: int, device_bytes: int) -> Iterable[Setting]:
@@ -271,6 +289,11 @@ class Planner:
                 base = self._plain(rows, micro, checkpointing)
                 yield base
                 yield self.with_most_kept(base, device_bytes)
+
+    def least_device_bytes(self, rows: int) -> int:
+        """Of the smallest card on which ``rows`` rows a rank fit, one at a time."""
+        peaks = [self.forecast(self._plain(rows, 1, checkpointing)).peak_bytes for checkpointing in self.uses]
+        return math.ceil(min(peaks) / DEVICE_SHARE)
 
     def largest_micro_batch(self, rows: int, checkpointing: bool, device_bytes: int) -> int | None:
         """That divides ``rows``, with no graph kept."""
@@ -294,7 +317,8 @@ class Planner:
 
 
 def _divisors(rows: int) -> list[int]:
-    return [m for m in range(1, rows + 1) if rows % m == 0]
+    small = [m for m in range(1, math.isqrt(rows) + 1) if rows % m == 0]
+    return sorted({*small, *(rows // m for m in small)})
 
 
 def make_planner(
@@ -315,6 +339,9 @@ def make_planner(
         tokenizer: of the model; None under "simclr".
         both: measure with and without activation checkpointing; False: as the configuration says.
         autocast: makes the context in which the model runs.
+
+    Raises:
+        ConfigError: no parameter trains.
     """
     height, width = model.settings.image_size
     device = model.logit_scale.device
@@ -327,8 +354,8 @@ def make_planner(
 
     state = RandomState.capture(device)
     # Libraries allocate their workspaces at the first call.
-    with torch.no_grad(), autocast():
-        dim = model(*rows_of(1))[0].shape[1]
+    with torch.no_grad(), autocast(), frozen_statistics(model):
+        dim = model(*rows_of(MEASURED_ROWS[0]))[0].shape[1]
     configured = "activation_checkpointing" in config.raw
     uses = {configured: measure_encoder(model, rows_of, autocast)}
     if both:
@@ -337,6 +364,8 @@ def make_planner(
             uses[not configured] = other
     state.restore(device)
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("nothing to train: adapt or unlock a tower, or let dsclr.model.logit_scale.learnable be true")
     element_bytes = ELEMENT_BYTES[config.precision]
     scale = element_bytes / trainable[0].element_size()
     sides = 2 if tokenizer is None else 1
@@ -373,8 +402,8 @@ def _measure_other(
 
 
 def summary(forecast: Forecast, device_bytes: int) -> str:
-    """One line: peak, its phase and its largest parts."""
-    largest = sorted(forecast.parts.items(), key=lambda item: -item[1])[:4]
+    """One line: peak, its phase and the largest parts of what lives then."""
+    largest = sorted(forecast.phases[forecast.peak_phase].items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
     peak, whole = format_bytes(forecast.peak_bytes), format_bytes(device_bytes)
     return f"{peak} of {whole} a rank at the {forecast.peak_phase} ({parts})"

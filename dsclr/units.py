@@ -18,7 +18,7 @@ def parse_bytes(text: str | int | float) -> int:
         if match is None:
             raise ValueError
         return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ValueError(f'{text!r} is no size in bytes; write a number, "8GB" or "8GiB"') from None
 
 

@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging(rank)
     from dsclr.train import BadDataError, OutOfMemory, TrainingError, make_plan, runtime, train, verify
 
+    started = False
     try:
         device = runtime.device_type()
         plan = make_plan(config, runtime.world_size_from_environment(), device)
@@ -55,23 +56,30 @@ def main(arguments: list[str] | None = None) -> int:
                 print(json.dumps(plan.describe(), indent=2))
             return 0
         if options.verify:
+            started = True
             verification = verify(plan, runtime.start())
             if rank == 0:
                 print(verification.table())
             return 0 if verification.agrees else 1
         plan.folder.check(plan.config, options.resume)
+        started = True
         train(plan, runtime.start(), resume=options.resume, stop_after=options.max_steps)
     except (ConfigError, TrainingError, OutOfMemory, BadDataError) as error:
-        return _fail(error, rank)
+        return _fail(error, rank, alone=started)
     finally:
         runtime.stop()
     return 0
 
 
-def _fail(error: Exception, rank: int) -> int:
-    # Every rank meets a wrong configuration; one says so.
+def _fail(error: Exception, rank: int, alone: bool = False) -> int:
+    """
+    Args:
+        alone: this rank may be the only one that met the error. A wrong configuration meets all, and one says so.
+    """
     if rank == 0:
         print(f"error: {error}", file=sys.stderr)
+    elif alone:
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
     return 1
 
 

@@ -96,6 +96,7 @@ def test_valid_negatives_are_counted_per_objective():
     ("ours", "message"),
     [
         ({"los": {}}, "unknown key dsclr.los; did you mean 'loss'?"),
+        ({"step": "spill"}, "dsclr.step = 'spill': an object with host_images, retain, spill_dir is expected"),
         ({"loss": {"kk": 1}}, "unknown key dsclr.loss.kk; did you mean 'k'?"),
         ({"loss": {"k": 0}}, "dsclr.loss.k = 0: input should be greater than or equal to 1"),
         ({"loss": {"k": "many"}}, "dsclr.loss.k = 'many': input should be a valid integer"),
@@ -166,3 +167,10 @@ def test_unreadable_files(tmp_path):
 def test_overrides_that_say_nothing(tmp_path, override):
     with pytest.raises(ConfigError, match="--set"):
         load_config(write(tmp_path, raw()), [override])
+
+
+def test_null_switches_a_section_of_the_file_off(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(raw() | {"activation_checkpointing": {}}))
+    assert "activation_checkpointing" in load_config(path).raw
+    assert "activation_checkpointing" not in load_config(path, ["activation_checkpointing=null"]).raw

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from dsclr.memory import measured
 from dsclr.models import build_model, enable_activation_checkpointing
 from dsclr.plan import Planner, Setting, make_planner, summary
 from dsclr.retention import Retention
-from tests.train.steps import LORA, make_batch, make_config
+from tests.train.steps import LORA, make_batch, make_config, model_file
 
 USE = EncoderUse(Line(0, 10**5), Line(0, 10**4), Line(0, 13 * 10**4), Line(0, 9 * 10**4), Line(0, 0))
 CHECKPOINTED = EncoderUse(Line(0, 10**4), Line(0, 10**4), Line(0, 6 * 10**4), Line(0, 5 * 10**4), Line(0, 0))
@@ -34,6 +36,21 @@ def test_fewest_forwards_that_fit(tmp_path):
     assert tight is not None
     assert 1 < tight.setting.forwards <= 2
     assert tight.peak_bytes <= 0.9 * 1.3 * fixed
+
+
+def test_a_larger_micro_batch_costs_a_twentieth_of_a_forward_at_most(tmp_path):
+    ours = planner(tmp_path)
+    for rows in (64, 1024, 4096):
+        for device in range(4_000_000, 60_000_000, 4_000_000):
+            best = ours.best(rows, device)
+            if best is None:
+                continue
+            fewest = min(
+                s.forwards
+                for s in ours._settings(rows, device)
+                if ours.fits(s, device) and s.micro_batch_size >= min(32, best.setting.micro_batch_size)
+            )
+            assert best.setting.forwards <= fewest + 0.05
 
 
 def test_more_kept_takes_more_and_runs_less(tmp_path):
@@ -93,7 +110,7 @@ def test_measured_on_small_micro_batches_it_holds_for_larger_ones(world, tmp_pat
         del a, b
         with measured(torch.device("cpu")) as again:
             for sides in model.by_tower(batch.a, batch.b):
-                sum(z.sum() for z in sides.values()).backward()
+                torch.cat(list(sides.values())).sum().backward()
                 del sides
         use = ours.uses[checkpointing]
         assert use.graph(12) == pytest.approx(graph.kept_bytes, rel=0.02)
@@ -103,6 +120,36 @@ def test_measured_on_small_micro_batches_it_holds_for_larger_ones(world, tmp_pat
         assert use.recompute_peak(12) < use.backward_peak(12)
         for hook in hooks:
             hook.remove()
+
+
+@pytest.mark.parametrize("model", [{"lock_image": True}, {"lock_text": True}, {}], ids=["text", "image", "both"])
+def test_a_large_vocabulary_does_not_hide_the_activations(world, tmp_path, model):
+    """Its gradient is the peak of a small micro-batch, the activations are that of a large one."""
+    config = make_config(
+        tmp_path, {"name": model_file(tmp_path, vocab_size=20_000), "lora": None, **model}
+    ).with_world_size(1)
+    built = build_model(config.dsclr.model, "clip")
+    batch = make_batch(rows=256)
+    use = make_planner(config, 1, built, lambda words: batch.b[: len(words)], both=False).uses[False]
+    hooks = [p.register_post_accumulate_grad_hook(forget) for p in built.parameters() if p.requires_grad]
+    with measured(torch.device("cpu")) as whole:
+        trained = [z for z in built(batch.a, batch.b) if z.requires_grad]
+        torch.cat(trained).sum().backward()
+    assert use.backward_peak(256) == pytest.approx(whole.peak_bytes, rel=0.15)
+    assert use.backward_peak(256) >= use.graph(256)
+    del hooks
+
+
+def test_measuring_leaves_running_statistics_alone(world, tmp_path):
+    path = tmp_path / "dsclr-test-convolutional.json"
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+    text = {"context_length": 12, "vocab_size": 50, "width": 32, "heads": 4, "layers": 1}
+    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    config = make_config(tmp_path, {"name": str(path), "lora": None}).with_world_size(1)
+    model = build_model(config.dsclr.model, "clip").train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    make_planner(config, 1, model, lambda words: make_batch().b[: len(words)], both=False)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def forget(parameter):
@@ -126,6 +173,10 @@ def test_a_host_keeps_what_the_step_would(tmp_path, monkeypatch, retain, hidden)
 
 
 def test_summary_names_the_largest_parts(tmp_path):
-    text = summary(planner(tmp_path).forecast(Setting(64, 8, False, 8)), 10**9)
-    assert "graphs kept 6.4 MB" in text
+    forecast = planner(tmp_path).forecast(Setting(64, 8, False, 8))
+    text = summary(forecast, 10**9)
+    assert "gradients 6.64 MB" in text
     assert "of 1 GB a rank at the" in text
+    # Of what lives at the peak and nothing else.
+    assert forecast.peak_bytes == sum(forecast.as_dict()["peak_parts"].values())
+    assert all(name in forecast.as_dict()["peak_parts"] for name in re.findall(r"[(,] ?([a-z' ,]*?) [0-9]", text))

@@ -13,7 +13,7 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "1.2.3", True, None, "auto"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "1.2.3", True, None, "auto", "1e400"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="no size in bytes"):
         parse_bytes(text)

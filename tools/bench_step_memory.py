@@ -117,7 +117,7 @@ def _against_plan(forecast: Forecast, measured: int, retained: float) -> dict[st
         "measured": measured,
         "relative_error": rise / measured - 1,
         "phase": forecast.peak_phase,
-        "phases": {name: size - resident for name, size in forecast.phases.items()},
+        "phases": {name: forecast.phase_bytes(name) - resident for name in forecast.phases},
         "parts": {name: size for name, size in forecast.parts.items() if name not in RESIDENT},
     }
 

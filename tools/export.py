@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights in the file")
     options = parser.parse_args(arguments)
     try:
+        if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+            raise ConfigError(f"--output {options.output} holds something already: delete it or name another folder")
         folder, config = load_run(options.run)
         ours = config.dsclr
         torch.manual_seed(ours.run.seed)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Fewer bytes are a number without its unit.
+SMALLEST_DEVICE = 10**6
 BATCHES = (2048, 4096, 8192, 65536)
 
 
@@ -24,12 +26,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device-memory", default="80GB", metavar="SIZE", help="of one card; default: 80GB")
     parser.add_argument("--gpus", type=int, default=1, metavar="W", help="ranks; default: 1")
     parser.add_argument(
-        "--batches", type=int, nargs="*", default=list(BATCHES), metavar="N", help="train_batch_size to compare"
+        "--batches", type=int, nargs="*", metavar="N", help="train_batch_size to compare; default: 2,048 to 65,536"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
-    if options.gpus < 1 or any(n < 1 for n in options.batches):
-        parser.error("--gpus and --batches: at least 1 is needed")
+    if options.gpus < 1:
+        parser.error("--gpus: at least 1 is needed")
+    if options.batches is None:
+        options.batches = [n for n in BATCHES if n % options.gpus == 0]
+    for batch in options.batches:
+        if batch < 1 or batch % options.gpus:
+            parser.error(f"--batches {batch}: a positive multiple of --gpus {options.gpus} is needed")
     return options
 
 
@@ -40,6 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         device_bytes = parse_bytes(options.device_memory)
+        if device_bytes < SMALLEST_DEVICE:
+            raise ValueError(
+                f"--device-memory {options.device_memory} is {device_bytes} bytes: write a unit, as in 80GB"
+            )
+        if options.json and not options.json.parent.is_dir():
+            raise ValueError(f"--json {options.json}: the folder {options.json.parent} does not exist")
         config = load_config(options.deepspeed_config, options.set).with_world_size(options.gpus)
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,13 +85,14 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
     """
     import torch
 
-    from dsclr.config import ConfigError
+    from dsclr.losses import build_loss
     from dsclr.models import build_model, enable_activation_checkpointing, get_tokenizer
     from dsclr.plan import make_planner
     from dsclr.train.engine import engine_config
 
     ours = config.dsclr
     engine_config(config, 1, "", torch.device("cuda"))
+    build_loss(ours.loss, ours.objective)
     model = build_model(ours.model.model_copy(update={"pretrained": None}), ours.objective).to(device)
     if device.type != "cpu":
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.precision])
@@ -90,8 +104,6 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
     checkpointing = configured.setting.checkpointing
     compared = []
     for batch in batches:
-        if batch % world_size:
-            raise ConfigError(f"--batches {batch} does not divide over {world_size} ranks")
         own = batch // world_size
         best = planner.best(own, device_bytes)
         compared.append(
@@ -123,6 +135,7 @@ def plan(config: Any, world_size: int, device_bytes: int, batches: list[int], de
         "fits": planner.fits(configured.setting, device_bytes),
         "dense": planner.dense(rows),
         "best": None if best is None else best.as_dict(),
+        "least_device_memory_bytes": planner.least_device_bytes(rows),
         "largest_micro_batch": planner.largest_micro_batch(rows, checkpointing, device_bytes),
         "largest_train_batch_size": world_size * planner.largest_rows(micro, checkpointing, device_bytes),
         "batches": compared,
@@ -154,15 +167,22 @@ def table(result: dict[str, Any]) -> str:
     row("forwards a row", lambda f: f"{f['setting']['forwards']:.2f}")
     for part in configured["parts"]:
         row(part, lambda forecast, part=part: format_bytes(forecast["parts"][part]))
+    # Not all of them live at once.
     row("**peak**", lambda f: f"**{format_bytes(f['peak_bytes'])}** ({f['peak_phase']})")
+    row("made of", lambda f: ", ".join(f"{part} {format_bytes(n)}" for part, n in f["peak_parts"].items() if n))
     for part in configured["host"]:
         row(f"host: {part}", lambda forecast, part=part: format_bytes(forecast["host"][part]))
     dense = result["dense"]
     lines += [
         "",
         f"The configuration {'fits' if result['fits'] else 'does NOT fit'} (nine tenths of a card are planned for). "
-        f"Largest micro-batch: {result['largest_micro_batch']}; largest train_batch_size in micro-batches of "
-        f"{configured['setting']['micro_batch_size']}: {result['largest_train_batch_size']:,}.",
+        + (
+            "Not even a micro-batch of one row fits; the least that would is a card of "
+            f"{format_bytes(result['least_device_memory_bytes'])}."
+            if result["largest_micro_batch"] is None
+            else f"Largest micro-batch: {result['largest_micro_batch']}; largest train_batch_size in micro-batches of "
+            f"{configured['setting']['micro_batch_size']}: {result['largest_train_batch_size']:,}."
+        ),
         f"All rows at once without checkpointing would take {format_bytes(dense['activations'])} of activations; one "
         f"similarity matrix in float32 {format_bytes(dense['one similarity matrix'])}, open_clip's ClipLoss "
         f"{format_bytes(dense['ClipLoss'])}.",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsclr.config import ConfigError
-from dsclr.data.tasks import Part, Rereader, Rows
+from dsclr.data.tasks import BadDataError, Part, Rereader, Rows
 
 
 class BatchLike(Protocol):
@@ -247,6 +247,12 @@ class RereadBatch:
         if self._reading is None or self._reading.closed or start != self._reading_at:
             self._reading = self._rereader.read(self._positions[start : self._seen])
         part = self._reading.take(most)
+        if not torch.equal(part.ids, self._ids[start : start + len(part)]):
+            raise BadDataError(
+                f"a shard changed between two readings of a batch (rows {start} to {start + len(part)} are other "
+                "samples now). Leave the shards as they are during a run, or set dsclr.step.host_images to "
+                '"spill" or "keep"'
+            )
         self._reading_at = start + len(part)
         return part
 

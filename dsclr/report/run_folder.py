@@ -69,7 +69,8 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--resume: {self.config} is unreadable: {error}") from None
         changed = dict(_differences(before, config.resolved()))
-        for key, (old, new) in changed.items():
+        # All that is refused comes before any word on what is not.
+        for key, (old, new) in sorted(changed.items(), key=lambda item: not item[0].startswith(_FIXED)):
             if key.startswith(_FIXED):
                 raise ConfigError(
                     f"--resume: {key} was {json.dumps(old)} in {self.path} and is {json.dumps(new)} now: "

@@ -33,6 +33,7 @@ from dsclr.models import (
     save_trained,
 )
 from dsclr.negatives import MemoryBank
+from dsclr.ops.native import choose_backend
 from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
 from dsclr.report.progress import ProgressDisplay
@@ -114,6 +115,13 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     else:
         samples = (ours.run.epochs or 0) * dataset.order.epoch_samples
         total_steps = max(1, math.floor(samples / config.train_batch_size))
+    if config.train_batch_size > dataset.order.epoch_samples:
+        logger.warning(
+            "train_batch_size = %d is more than the %d samples of dsclr.data.train: a batch holds samples several "
+            "times, which are no negatives of each other",
+            config.train_batch_size,
+            dataset.order.epoch_samples,
+        )
     return Plan(config, folder, dataset, tokenizer, settings, total_steps)
 
 
@@ -175,6 +183,9 @@ class _Run:
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
         )
+        # Now: a build of the C++ scan would otherwise count as the first step's time.
+        if ours.loss.name == "topk":
+            choose_backend(ours.loss.backend, runtime.device, torch.float32)
         retention = Retention(ours.step.retain, runtime.device, runtime.local_world_size)
         self.step = build_step(plan.config, self.engine, runtime.device, self.bank, retention)
         self._forecast()
@@ -273,7 +284,7 @@ class _Run:
             logger.info("done: %s", self.plan.folder.path)
         else:
             logger.info(
-                "stopped after step %d of %d, the same command with --resume goes on: %s",
+                "stopped after step %d of %d, the same command with --resume and without --max-steps goes on: %s",
                 self.progress.step,
                 self.plan.total_steps,
                 self.plan.folder.path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from dsclr.losses import Keys, Loss, LossOutput, build_loss
 from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
+from dsclr.models.statistics import capture_statistics, frozen_statistics
 from dsclr.negatives import KEY_SOURCES, MemoryBank
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
@@ -36,11 +38,16 @@ class OutOfMemory(RuntimeError):
 
 
 class _DoesNotFit(Exception):
-    """Some rank ran out of memory; all ranks raise this together."""
+    """Some rank ran out of memory; all ranks raise this together.
 
-    def __init__(self, phase: str, kept_rows: int) -> None:
+    Attributes:
+        kept_rows: rows whose graph was kept, the most of any rank.
+        kept_hidden: whether the frozen blocks' output was kept beside them.
+    """
+
+    def __init__(self, phase: str, kept_rows: int, kept_hidden: bool) -> None:
         super().__init__(phase)
-        self.phase, self.kept_rows = phase, kept_rows
+        self.phase, self.kept_rows, self.kept_hidden = phase, kept_rows, kept_hidden
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,8 @@ class ContrastiveStep:
     def __post_init__(self) -> None:
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
-        self._flags = torch.zeros(2, device=self.device)
-        self._kept_rows = 0
+        self._flags = torch.zeros(3, device=self.device)
+        self._kept_rows, self._kept_hidden = 0, False
 
     def __call__(self, batch: BatchLike, number: int = 0) -> StepResult:
         """
@@ -137,23 +144,26 @@ class ContrastiveStep:
             OutOfMemory: one row at a time does not fit, or the loss does not.
         """
         start = RandomState.capture(self.device)
+        restore_statistics = capture_statistics(self.engine.module)
         while True:
             try:
                 return self._attempt(batch, number)
             except _DoesNotFit as failure:
-                phase, kept_rows = failure.phase, failure.kept_rows
+                failed = failure.phase, failure.kept_rows, failure.kept_hidden
             # Only here, behind the handler: the traceback holds on to the tensors of the attempt.
             release(self.device)
-            self._shrink(phase, kept_rows, batch.rows, number)
+            self._shrink(*failed, batch.rows, number)
             start.restore(self.device)
+            restore_statistics()
 
     def _attempt(self, batch: BatchLike, number: int) -> StepResult:
-        self._kept_rows = 0
+        self._kept_rows, self._kept_hidden = 0, False
         log_scale = self.engine.module.logit_scale
         with separate_leaves(self.engine.module) as leaves:
             chunks = self._together("encoder forward", lambda: self._forward(batch))
-            a = torch.cat([chunk.outputs[0].detach() for chunk in chunks]).requires_grad_()
-            b = torch.cat([chunk.outputs[1].detach() for chunk in chunks]).requires_grad_()
+            with _no_way_back(number, "embeddings of all rows", "lower train_batch_size"):
+                a = torch.cat([chunk.outputs[0].detach() for chunk in chunks]).requires_grad_()
+                b = torch.cat([chunk.outputs[1].detach() for chunk in chunks]).requires_grad_()
             if not self._finite_everywhere(a, b):
                 return StepResult(math.nan, {}, math.nan, applied=False)
             loss = self._loss(batch, a, b, log_scale, number)
@@ -163,20 +173,15 @@ class ContrastiveStep:
             gradients[log_scale] = loss.log_scale_grad
 
         skipped_before = self.engine.skipped_steps
-        try:
+        advice = "adapt fewer weights (dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
+        with _no_way_back(number, "optimizer's step", advice):
             deliver_gradients(self.engine, gradients)
             self.engine.step()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise OutOfMemory(
-                    f"step {number + 1}: no memory for the optimizer's step: adapt fewer weights "
-                    "(dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
-                ) from error
-            raise
         if log_scale.requires_grad:
             clamp_master(log_scale, math.log(self.max_logit_scale))
         if self.bank is not None:
-            self.bank.add(loss.keys.a, loss.keys.b, loss.keys.ids, number)
+            with _no_way_back(number, "memory bank", "lower dsclr.negatives.bank.size"):
+                self.bank.add(loss.keys.a, loss.keys.b, loss.keys.ids, number)
         metrics = {name: float(value) for name, value in loss.metrics.items()}
         metrics.update(micro_batch_size=min(self.micro_batch_size, batch.rows), retained=self._kept_rows / batch.rows)
         self._retention.observe_step(peak_bytes(self.device), self._kept_rows)
@@ -188,7 +193,10 @@ class ContrastiveStep:
         # The optimizer's fp32 value: a bf16 copy is only good to 1 %.
         log_scale_value = master_value(log_scale).requires_grad_(log_scale.requires_grad)
         ids = batch.ids.to(self.device, non_blocking=True)
-        keys = self.key_source(a, b, ids)
+        # Not in _together: some ranks may be inside the gather.
+        gathering = "keys of all ranks", "lower train_batch_size, or set dsclr.step.retain to fewer bytes"
+        with _no_way_back(number, *gathering):
+            keys = self.key_source(a, b, ids)
         # The loss sees gathered keys as leaves, so that it communicates nothing and may fail on one rank.
         leaves = replace(keys, a=_leaf(keys.a, a), b=_leaf(keys.b, b))
         metrics: dict[str, Tensor | float] = {}
@@ -203,7 +211,8 @@ class ContrastiveStep:
 
         output = self._together("loss", loss)
         if leaves.a is not a:
-            torch.autograd.backward([keys.a, keys.b], [_gradient(leaves.a), _gradient(leaves.b)])
+            with _no_way_back(number, *gathering):
+                torch.autograd.backward([keys.a, keys.b], [_gradient(leaves.a), _gradient(leaves.b)])
         metrics.update(output.metrics)
         grad = log_scale_value.grad
         return _LossResult(output.loss.detach(), metrics, keys, None if grad is None else grad.view_as(log_scale))
@@ -228,6 +237,7 @@ class ContrastiveStep:
             if keep:
                 self._kept_rows += end - start
             if memo is not None and memo.hidden:
+                self._kept_hidden = True
                 retention.observe_hidden(end - start, memo.hidden_bytes)
             chunks.append(_Chunk(start, end, random_state, outputs, memo))
         return chunks
@@ -248,22 +258,16 @@ class ContrastiveStep:
         """The second pass: fp32 gradients of the parameters, summed over the chunks in their order."""
         scale = loss_scale(self.engine)
         gradients: dict[nn.Parameter, Tensor] = {}
-        while chunks:
-            chunk = chunks.pop(0)
-            for sides in self._with_graph(batch, chunk):
-                # A side that does not train has no graph.
-                trained = {i: z for i, z in sides.items() if z.requires_grad}
-                if trained:
-                    rows = slice(chunk.start, chunk.end)
-                    torch.autograd.backward(list(trained.values()), [embeddings[i][rows] * scale for i in trained])
-                for parameter, leaf in leaves.items():
-                    if leaf.grad is None:
-                        continue
-                    if parameter in gradients:
-                        gradients[parameter].add_(leaf.grad, alpha=1 / scale)
-                    else:
-                        gradients[parameter] = leaf.grad.float() / scale if scale != 1 else leaf.grad.float()
-                    leaf.grad = None
+        with frozen_statistics(self.engine.module):
+            while chunks:
+                chunk = chunks.pop(0)
+                for sides in self._with_graph(batch, chunk):
+                    # A side that does not train has no graph.
+                    trained = {i: z for i, z in sides.items() if z.requires_grad}
+                    if trained:
+                        rows = slice(chunk.start, chunk.end)
+                        torch.autograd.backward(list(trained.values()), [embeddings[i][rows] * scale for i in trained])
+                    _add_gradients(gradients, leaves, scale)
         return gradients
 
     def _with_graph(self, batch: BatchLike, chunk: _Chunk) -> Iterator[dict[int, Tensor]]:
@@ -302,32 +306,35 @@ class ContrastiveStep:
                 raise
             failed = True
             logger.debug("out of memory: %s", error)
-        self._flags[0], self._flags[1] = float(failed), float(self._kept_rows)
+        self._flags.copy_(torch.tensor([failed, self._kept_rows, self._kept_hidden], dtype=torch.float32))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         if bool(self._flags[0]):
-            raise _DoesNotFit(phase, int(self._flags[1]))
+            raise _DoesNotFit(phase, int(self._flags[1]), bool(self._flags[2]))
         return result  # type: ignore[return-value]
 
-    def _shrink(self, phase: str, kept_rows: int, rows: int, number: int) -> None:
-        """Less memory for the next attempt. All ranks decide alike: kept_rows is the most of any."""
+    def _shrink(self, phase: str, kept_rows: int, kept_hidden: bool, rows: int, number: int) -> None:
+        """Less memory for the next attempt. All ranks decide alike, see :class:`_DoesNotFit`."""
         before = min(self.micro_batch_size, rows)
-        if rows == 1 or (phase == "loss" and not kept_rows):
+        nothing_kept = not kept_rows and not kept_hidden
+        if phase == "loss" and (nothing_kept or rows == 1):
             raise OutOfMemory(
                 f"step {number + 1}: out of memory in the {phase} on {rows} rows a rank, with no graph kept beside it: "
                 "lower dsclr.loss.block_size or dsclr.loss.k, use topk or exact instead of dense, a smaller "
                 "dsclr.negatives.bank, or lower train_batch_size"
             )
-        if before == 1 and not kept_rows:
+        if before == 1 and (nothing_kept or rows == 1):
             raise OutOfMemory(
                 f"step {number + 1}: out of memory in the {phase} with a micro-batch of 1 row: switch on "
                 '"activation_checkpointing": {}, use bf16, a smaller model or another card'
             )
         self.recoveries += 1
-        # The loss needs none of the chunk's memory, unless the only chunk's graph stands beside it.
-        if phase != "loss" or before == rows:
+        # The frozen blocks' output goes first: it is there to save time only, as graphs are. The loss needs none of the
+        # chunk's memory, unless the only chunk's graph stands beside it.
+        only_hidden = kept_hidden and not kept_rows
+        if before == rows or (phase != "loss" and not only_hidden):
             self.micro_batch_size = max(1, (before + 1) // 2)
-        if phase == "loss":
+        if phase == "loss" or only_hidden:
             self._retention.drop()
         else:
             self._retention.shrink(kept_rows)
@@ -358,6 +365,31 @@ class ContrastiveStep:
     def _grad_norm(self) -> float:
         norm = self.engine.get_global_grad_norm()
         return math.nan if norm is None else float(norm)
+
+
+def _add_gradients(
+    gradients: dict[nn.Parameter, Tensor], leaves: dict[nn.Parameter, nn.Parameter], scale: float
+) -> None:
+    """Move the leaves' gradients, unscaled, to the sums in float32."""
+    for parameter, leaf in leaves.items():
+        if leaf.grad is None:
+            continue
+        if parameter in gradients:
+            gradients[parameter].add_(leaf.grad, alpha=1 / scale)
+        else:
+            gradients[parameter] = leaf.grad.float() / scale if scale != 1 else leaf.grad.float()
+        leaf.grad = None
+
+
+@contextmanager
+def _no_way_back(number: int, what: str, advice: str) -> Iterator[None]:
+    """Where ranks wait for each other, one that runs out of memory cannot ask the others to begin again."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(f"step {number + 1}: no memory for the {what}: {advice}") from error
+        raise
 
 
 def _leaf(keys: Tensor, own: Tensor) -> Tensor:

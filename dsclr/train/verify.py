@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,8 @@ class Verification:
             lines.append(f"| {len(worst) - most} more, each closer to its bound than these | | | | | |")
         wrong = sum(not c.agrees for c in self.compared)
         verdict = f"all {len(worst)} gradients agree" if self.agrees else f"{wrong} of {len(worst)} gradients differ"
+        if not math.isfinite(self.loss):
+            verdict = "the step has no gradients: the embeddings are not finite, look at the weights it starts from"
         lines += ["", f"loss {self.loss:.7f}, dense {self.dense_loss:.7f}; {verdict}"]
         return "\n".join(lines)
 
@@ -164,6 +167,7 @@ def verify(plan: Plan, runtime: Runtime) -> Verification:
     everyone: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(everyone, (a, b, batch.ids, state))
     compared: list[Compared] = []
+    exact: dict[str, Tensor] = {}
     dense_loss = float("nan")
     if runtime.is_main:
         dense = _Dense(config, engine, everyone, runtime.device)
@@ -178,7 +182,8 @@ def verify(plan: Plan, runtime: Runtime) -> Verification:
             allowed = TOLERANCE * float(right.norm()) + FLOOR * largest + 2 * float((rounded[name] - right).norm())
             error = float((grad.double() - right).norm())
             compared.append(Compared(name, tuple(grad.shape), float(right.norm()), error, allowed))
-    verdict = [all(c.agrees for c in compared)]
+    # Embeddings that are not finite end a step before it has gradients.
+    verdict = [len(compared) == len(exact) and all(c.agrees for c in compared) if runtime.is_main else True]
     dist.broadcast_object_list(verdict, src=0)
     return Verification(_words(config, runtime), loss, dense_loss, compared, bool(verdict[0]))
 

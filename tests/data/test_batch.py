@@ -225,6 +225,14 @@ def test_short_writes_and_reads_are_continued(loader_of, monkeypatch):
     assert_equal(whole(next(iter(loader_of("spill", objective="simclr"))), 10), expected)
 
 
+def test_a_shard_that_changes_between_two_readings_ends_the_run(loader_of):
+    batch = next(iter(loader_of("reread")))
+    batch.chunk(0, ROWS)
+    batch._ids[3] += 1
+    with pytest.raises(BadDataError, match="a shard changed between two readings"):
+        batch.chunk(0, ROWS)
+
+
 def test_files_in_memory_are_warned_about(loader_of, caplog, tmp_path):
     assert not is_in_memory(Path("/usr"))
     loader_of("keep", spill_dir=Path("/dev/shm"))

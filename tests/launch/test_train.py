@@ -189,6 +189,9 @@ def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsy
     )
     model = open_clip.create_model(f"local-dir:{tmp_path / 'out'}")
     trained = open_clip.create_model(f"local-dir:{tmp_path / 'runs/full/model'}")
+    # What is there is not overwritten.
+    assert export.main(["--run", str(tmp_path / "runs/full"), "--output", str(tmp_path / "out")]) == 1
+    assert "holds something already" in capsys.readouterr().err
     for (name, exported), kept in zip(model.state_dict().items(), trained.state_dict().values(), strict=True):
         torch.testing.assert_close(exported, kept.half().float(), msg=name)
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.environment import of_a_user
 
 ROOT = Path(__file__).parents[2]
@@ -42,25 +44,27 @@ def test_table_and_json(tmp_path):
     assert per_row["with checkpointing"]["graph"] < per_row["without checkpointing"]["graph"]
 
 
-def test_mistakes_are_told():
-    for words, message in (
-        (["--device-memory", "much"], "no size in bytes"),
-        (["--gpus", "3"], "does not divide over 3 ranks"),
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--device-memory", "much"], 1, "no size in bytes"),
+        (["--device-memory", "80"], 1, "write a unit, as in 80GB"),
+        (["--gpus", "3"], 1, "does not divide over 3 ranks"),
+        (["--gpus", "2", "--batches", "7"], 2, "--batches 7: a positive multiple of --gpus 2 is needed"),
+        (["--json", "/nowhere/plan.json"], 1, "the folder /nowhere does not exist"),
+        (["--set", "dsclr.loss.name=nowhere:Loss"], 1, "nowhere"),
         (
             [
-                "--gpus",
-                "2",
-                "--set",
-                "dsclr.negatives.across_ranks=gather",
-                "--set",
-                "train_micro_batch_size_per_gpu=64",
-                "--batches",
-                "7",
+                *("--set", "dsclr.model.lora=null", "--set", "dsclr.model.lock_image=true"),
+                *("--set", "dsclr.model.lock_text=true", "--set", "dsclr.model.logit_scale.learnable=false"),
             ],
-            "--batches 7 does not divide over 2 ranks",
+            1,
+            "nothing to train",
         ),
-    ):
-        result = plan("--deepspeed_config", "ds_configs/quickstart.json", *words)
-        assert result.returncode == 1
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
+    ],
+)
+def test_mistakes_are_told(words, status, message):
+    result = plan("--deepspeed_config", "ds_configs/quickstart.json", *words)
+    assert result.returncode == status
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -129,6 +131,69 @@ def test_recovery_from_the_loss_drops_the_graphs(world, tmp_path):
     assert recovered["metrics"]["retained"] == 0
     assert recovered["metrics"]["micro_batch_size"] == 4
     assert_same_step(recovered, reference)
+
+
+@pytest.mark.parametrize("where", ["loss", "_inputs"])
+def test_the_frozen_blocks_output_goes_before_the_micro_batch(world, tmp_path, where):
+    """Where it alone is kept, running out of memory gives it back, and the step is the same."""
+
+    def prepare(step, failure=None):
+        step._retention = Retention(10**9, step.device)
+        step._retention.graph_bytes = 1e12
+        if failure is not None:
+            failure(step)
+
+    config = step_config(tmp_path, 3, 0, {"lora": UPPER})
+    reference = engine_step(world, config, make_batch(), prepare=prepare)
+    # The sixth call is in the second pass.
+    failure = RunsOut(1 if where == "loss" else 6, where=where)
+    recovered = engine_step(world, config, make_batch(), prepare=lambda step: prepare(step, failure))
+    assert recovered["recoveries"] == 1
+    assert recovered["metrics"]["micro_batch_size"] == 3
+    assert_same_step(recovered, reference)
+
+
+def test_running_out_where_ranks_wait_for_each_other_is_explained(world, tmp_path):
+    def prepare(step):
+        def failing(*arguments):
+            raise torch.OutOfMemoryError("injected")
+
+        step.key_source = failing
+
+    with pytest.raises(OutOfMemory, match=r"step 1: no memory for the keys of all ranks: lower train_batch_size"):
+        engine_step(world, step_config(tmp_path, 6), make_batch(), prepare=prepare)
+
+
+def test_running_statistics_move_once_a_row(world, tmp_path):
+    """Whether its graph is kept or not, and also where the step is done again."""
+    path = tmp_path / "dsclr-test-convolutional.json"
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+    text = {"context_length": 12, "vocab_size": 50, "width": 32, "heads": 4, "layers": 1}
+    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    found = []
+
+    def statistics(step):
+        found.append(dict(step.engine.module.named_buffers()))
+
+    for retain, failure in ((0, None), ("auto", None), (0, RunsOut(3))):
+
+        def prepare(step, failure=failure):
+            statistics(step)
+            if failure is not None:
+                failure(step)
+
+        engine_step(
+            world, step_config(tmp_path, 6, retain, {"name": str(path), "lora": None}), make_batch(), prepare=prepare
+        )
+    kept_none, kept_all, again = found
+    moved = [name for name in kept_none if name.endswith("running_mean")]
+    assert moved
+    for name in moved:
+        assert kept_none[name].abs().max() > 0
+        torch.testing.assert_close(kept_none[name], kept_all[name])
+    assert all(int(kept_none[n]) == int(kept_all[n]) == 2 for n in kept_none if n.endswith("num_batches_tracked"))
+    # Recovered with micro-batches of 3 rows.
+    assert all(int(again[n]) == 4 for n in again if n.endswith("num_batches_tracked"))
 
 
 def test_a_row_that_does_not_fit_is_named(world, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dsclr.config import Config
 from dsclr.train import make_plan, verify
@@ -104,3 +105,12 @@ def test_scaled_down_keeps_several_chunks_and_blocks(tmp_path):
     assert small.chunks == 3
     assert small.dsclr.loss.k == 4
     assert small.dsclr.loss.block_size == 4
+
+
+def test_weights_that_are_not_finite_do_not_pass(world, tmp_path, model_path, monkeypatch):
+    from dsclr.models import ContrastiveModel
+
+    monkeypatch.setattr(ContrastiveModel, "_unit", staticmethod(lambda features, head: features * torch.nan))
+    result = run_verify(world, verify_config(tmp_path, {"name": model_path}))
+    assert not result.agrees
+    assert "not finite" in result.table()
