@@ -22,6 +22,9 @@ class ConfigError(ValueError):
     """Something in the configuration cannot work; the message says what, where and how to fix it."""
 
 
+Channel = Annotated[int, Field(ge=0, le=255)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -85,14 +88,37 @@ class ModelConfig(Section):
         return self
 
 
+class SourceConfig(Section):
+    """One part of a mixture."""
+
+    shards: str | list[str] = Field(description="As dsclr.data.train.")
+    weight: float = Field(gt=0, description="Its share of the samples, relative to the other sources' weights.")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$", description="In the metrics; null: its number.")
+
+
 class DataConfig(Section):
-    train: str | list[str] = Field(
-        "demo:train", description="Shards: a path, URL, glob or brace pattern, a list of those, or demo:NAME."
+    train: str | list[str] | list[SourceConfig] = Field(
+        "demo:train",
+        description="Shards: a path, URL, glob or brace pattern, an index file, a list of those, or demo:NAME; "
+        'or a mixture: [{"shards": ..., "weight": 2, "name": ...}, ...].',
     )
+    resampled: bool = Field(False, description="Draw samples with replacement instead of epoch by epoch.")
+    allow_pipe: bool = Field(False, description="Whether pipe:COMMAND may run shell commands.")
     caption: str = Field(
         "txt", description="Caption member: an extension, or json:FIELD (a string, or a list to draw from)."
     )
-    image: str = Field("jpg;jpeg;png;webp", description="Image members by extension, first present wins.")
+    empty_caption: Literal["skip", "use"] = Field("skip", description="A sample whose captions hold no letter.")
+    long_caption: Literal["truncate", "skip"] = Field("truncate", description="More tokens than the model reads.")
+    image: str = Field(
+        "jpg;jpeg;png;webp;gif;tif;tiff;bmp;avif",
+        pattern=r"^[^;]+(;[^;]+)*$",
+        description="Image members by extension, first present wins.",
+    )
+    background: tuple[Channel, Channel, Channel] = Field(
+        (255, 255, 255), description="Red, green and blue under transparent pixels."
+    )
+    truncated_image: Literal["skip", "use"] = Field("skip", description="use: the missing part is grey.")
+    max_pixels: int = Field(178_956_970, ge=1, description="Larger images are not decoded.")
     id: str = Field(
         "auto",
         description="What makes two samples the same (never negatives): caption, key, cls, json:FIELD, "
@@ -108,6 +134,9 @@ class DataConfig(Section):
     workers: int | None = Field(None, ge=0, description="Loader processes a rank; null: from the CPU count.")
     prefetch: int = Field(4, ge=1, description="Loader batches prefetched a worker.")
     cache_dir: str | None = Field(None, description="Where remote and compressed shards are kept unpacked.")
+    cache_size: int | None = Field(
+        None, description='Bytes or a size such as "500GB" that they may take, the least used go; null: no limit.'
+    )
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="Stop when more than this part is unreadable.")
 
     @model_validator(mode="after")
@@ -115,9 +144,29 @@ class DataConfig(Section):
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
             raise ValueError(f"crop_scale = {[low, high]} must satisfy 0 < low <= high <= 1")
+        names = self.source_names
+        if len(set(names)) < len(names):
+            raise ValueError(f"train: sources need different names, these are {', '.join(names)}")
         if self.id not in ("auto", "caption", "key", "cls") and not self.id.startswith("json:"):
             raise ValueError(f"id = {self.id!r}, accepted: auto, caption, key, cls or json:FIELD")
         return self
+
+    @field_validator("cache_size", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return None if value is None else parse_bytes(value)
+
+    @property
+    def sources(self) -> list[SourceConfig] | None:
+        """Of a mixture."""
+        if isinstance(self.train, list) and self.train and isinstance(self.train[0], SourceConfig):
+            return [source for source in self.train if isinstance(source, SourceConfig)]
+        return None
+
+    @property
+    def source_names(self) -> list[str]:
+        """Of the sources of a mixture; empty without one."""
+        return [source.name or str(number) for number, source in enumerate(self.sources or [])]
 
 
 class LossConfig(Section):

@@ -79,7 +79,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         options.rows = [1024, 2048, 8192, 65536] if on_gpu else [4, 16, 64, 256]
     if options.compare_rows is None:
         options.compare_rows = [2048, 8192] if on_gpu else [4, 16]
-    if any(n % options.micro for n in (*options.rows, *options.compare_rows)):
+    if not options.measure_memory and any(n % options.micro for n in (*options.rows, *options.compare_rows)):
         parser.error("--rows and --compare-rows must be multiples of --micro")
     return options
 

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from dsclr.config import ConfigError
-from dsclr.data.decode import BadSample, Members, Tokenizer, hash_id, read_captions, read_id, read_image
-from dsclr.data.index import Entry, load_index
-from dsclr.data.order import SampleOrder
-from dsclr.data.shards import local_tar
+from dsclr.data.causes import BadSample
+from dsclr.data.decode import Members, Tokenizer, hash_id, is_cut_off, read_captions, read_id
+from dsclr.data.images import ImageReader
+from dsclr.data.order import Order
+from dsclr.data.reader import ShardReader
 from dsclr.data.views import seeded
+
+logger = logging.getLogger(__name__)
+
+# Reads of a process between two looks at what will be needed.
+PREPARE_EVERY = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One row: ``a`` an image (3, H, W) uint8; ``b`` tokens (L,) int64 or a second view; ``id`` int."""
+    """One row.
+
+    Attributes:
+        a: (3, H, W) uint8 image.
+        b: (L,) int64 tokens, or a second view like the first.
+        id: what makes two samples the same.
+        position: in the run's order.
+        shard: number of the shard.
+        notes: of dsclr.data.causes.NOTES.
+    """
 
     a: Tensor
     b: Tensor
     id: int
     position: int
+    shard: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,63 +56,15 @@ class Skipped:
     detail: str
 
 
-@dataclass
-class ShardReader:
-    """Random access to the samples of local tar shards, a few files open at a time.
-
-    Args:
-        shards: tar or tar.gz files.
-        cache_dir: for unpacked copies and indexes.
-        open_files: kept open and indexed in memory.
+@dataclass(frozen=True)
+class CaptionPolicy:
+    """Attributes:
+    empty: captions without letters make a bad sample ("skip") or are the empty text ("use").
+    long: captions with more tokens than the model reads are cut off ("truncate") or make a bad sample ("skip").
     """
 
-    shards: Sequence[Path]
-    cache_dir: Path
-    open_files: int = 32
-    _open: dict[int, tuple[int, list[Entry]]] = field(default_factory=dict, repr=False)
-
-    def counts(self) -> list[int]:
-        """Samples of every shard.
-
-        Raises:
-            ConfigError: a file that is no tar, or not one sample in all of them.
-        """
-        counts = []
-        for shard in self.shards:
-            try:
-                counts.append(len(load_index(local_tar(shard, self.cache_dir), self.cache_dir)))
-            except OSError as error:
-                raise ConfigError(f"cannot read shard {shard}: {error}") from error
-        if not sum(counts):
-            raise ConfigError(f"no samples in {len(self.shards)} shard(s), the first is {self.shards[0]}")
-        return counts
-
-    def read(self, shard: int, sample: int) -> tuple[str, dict[str, bytes]]:
-        """(key, members by extension). Raises BadSample("unreadable_shard")."""
-        path = self.shards[shard]
-        try:
-            descriptor, entries = self._file(shard)
-            entry = entries[sample]
-            members = {name: os.pread(descriptor, size, at) for name, (at, size) in entry.members.items()}
-        except (OSError, IndexError, ConfigError) as error:
-            raise BadSample("unreadable_shard", f"{path}: {error}") from None
-        short = [name for name, (_, size) in entry.members.items() if len(members[name]) != size]
-        if short:
-            raise BadSample("unreadable_shard", f"{path} ends inside {entry.key}.{short[0]}")
-        return entry.key, members
-
-    def _file(self, shard: int) -> tuple[int, list[Entry]]:
-        if shard not in self._open:
-            while len(self._open) >= self.open_files:
-                oldest = next(iter(self._open))
-                os.close(self._open.pop(oldest)[0])
-            path = local_tar(self.shards[shard], self.cache_dir)
-            self._open[shard] = (os.open(path, os.O_RDONLY), load_index(path, self.cache_dir))
-        return self._open[shard]
-
-    def __getstate__(self) -> dict[str, object]:
-        """File descriptors do not travel to another process."""
-        return {**self.__dict__, "_open": {}}
+    empty: Literal["skip", "use"] = "skip"
+    long: Literal["truncate", "skip"] = "truncate"
 
 
 @dataclass
@@ -106,8 +73,9 @@ class ShardDataset(Dataset):
 
     Args:
         reader, order: where samples are and in which order they come.
-        image: image member extensions.
+        images: decodes the image member.
         caption: caption source; unused without a tokenizer.
+        captions: what becomes of empty and over-long captions.
         id_source: what makes two samples the same.
         transform: of every view.
         tokenizer: of open_clip; None: ``b`` is a second view of the image.
@@ -116,29 +84,38 @@ class ShardDataset(Dataset):
     """
 
     reader: ShardReader
-    order: SampleOrder
-    image: str
+    order: Order
+    images: ImageReader
     caption: str
+    captions: CaptionPolicy
     id_source: str
     transform: v2.Compose
     tokenizer: Tokenizer | None
     seed: int
     choose_caption: bool = True
+    _reads: int = field(default=0, repr=False)
 
     def __getitem__(self, position: int) -> Sample | Skipped:
-        _, shard, sample = self.order.locate(position)
+        if self._reads % PREPARE_EVERY == 0:
+            self.reader.prepare(self.order.coming_shards(position))
+        self._reads += 1
+        shard, sample = self.order.locate(position)
         key = f"sample {sample}"
         try:
             key, members = self.reader.read(shard, sample)
-            return self._row(position, self.reader.shards[shard].name, key, members)
+            return self._row(position, shard, key, members)
         except BadSample as bad:
             return Skipped(position, str(self.reader.shards[shard]), key, bad.cause, str(bad))
+        except Exception as error:
+            # One sample, whatever is wrong with it, ends no run; too many do.
+            logger.debug("%s in %s", key, self.reader.shards[shard], exc_info=True)
+            return Skipped(position, str(self.reader.shards[shard]), key, "failed", f"{type(error).__name__}: {error}")
 
-    def _row(self, position: int, shard: str, key: str, members: Members) -> Sample:
+    def _row(self, position: int, shard: int, key: str, members: Members) -> Sample:
         captions: list[str] = []
         if self.tokenizer is not None or self.id_source == "caption":
-            captions = read_captions(members, self.caption)
-        image = read_image(members, self.image)
+            captions = read_captions(members, self.caption, self.captions.empty)
+        image, notes = self.images.read(members)
         seed = hash_id(f"{self.seed} {position}")
         a = seeded(self.transform, image, seed)
         if self.tokenizer is None:
@@ -147,4 +124,9 @@ class ShardDataset(Dataset):
             # Several captions: another one each time the sample comes round, the same whichever process reads it.
             caption = captions[seed % len(captions)] if self.choose_caption else captions[0]
             b = self.tokenizer([caption])[0].to(torch.int64)
-        return Sample(a, b, read_id(members, self.id_source, shard, key, captions), position)
+            if is_cut_off(self.tokenizer, caption, b):
+                if self.captions.long == "skip":
+                    raise BadSample("long_caption", f"{caption[:60]!r}... has more than {len(b)} tokens")
+                notes = [*notes, "truncated_captions"]
+        name = self.reader.shards[shard].name
+        return Sample(a, b, read_id(members, self.id_source, name, key, captions), position, shard, tuple(notes))

@@ -1,69 +1,25 @@
-"""From the bytes of a sample's members to what the model reads."""
+"""Captions and ids from the bytes of a sample's members."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping
+from typing import Literal
 
-import numpy as np
-from PIL import Image, ImageOps
 from torch import Tensor
+
+from dsclr.data.causes import BadSample
 
 Members = Mapping[str, bytes]
 
 
-class BadSample(Exception):
-    """A sample that cannot be used. ``cause`` is a short name to count by."""
-
-    def __init__(self, cause: str, detail: str) -> None:
-        super().__init__(f"{cause}: {detail}")
-        self.cause = cause
-
-
-def read_image(members: Members, extensions: str) -> Image.Image:
-    """The first image member present, as RGB: EXIF orientation applied, transparency on white.
+def read_captions(members: Members, source: str, empty: Literal["skip", "use"] = "skip") -> list[str]:
+    """All captions of a sample, stripped: of member ``source`` ("txt": one), or of "json:FIELD", a string or a list.
 
     Args:
-        members: by extension.
-        extensions: "jpg;png;...", in order of preference.
-
-    Raises:
-        BadSample: missing_image, or broken_image.
-    """
-    names = [name for name in extensions.lower().split(";") if name in members]
-    if not names:
-        raise BadSample("missing_image", f"none of {extensions} among {', '.join(sorted(members))}")
-    try:
-        with Image.open(io.BytesIO(members[names[0]])) as image:
-            return to_rgb(image)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise BadSample("broken_image", f"{names[0]}: {error}") from None
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB of any Pillow image; 16-bit grey is rescaled and transparency composited on white.
-
-    ``convert("RGB")`` alone would make 16-bit greys white, ignore EXIF orientation and show whatever colours
-    lie under transparent pixels.
-    """
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith(("I;16", "I")):
-        grey = np.asarray(image).astype(np.float64) / 257.0
-        return Image.fromarray(grey.clip(0, 255).round().astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        grey = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        return Image.fromarray(grey.clip(0, 255).round().astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def read_captions(members: Members, source: str) -> list[str]:
-    """All captions of a sample, stripped: of member ``source`` ("txt": one), or of "json:FIELD", a string or a list.
+        empty: a sample without a caption that has letters is bad ("skip"), or has the empty caption ("use"). Of several
+            captions the empty ones are left out either way.
 
     Raises:
         BadSample: missing_caption, broken_caption or empty_caption.
@@ -76,7 +32,7 @@ def read_captions(members: Members, source: str) -> list[str]:
             raise BadSample("missing_caption", f"{source} is {value!r}, a string or a list of strings is expected")
     elif source in members:
         try:
-            captions = [members[source].decode("utf-8")]
+            captions = [members[source].decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise BadSample("broken_caption", f"{source} is not UTF-8: {error}") from None
     else:
@@ -84,9 +40,10 @@ def read_captions(members: Members, source: str) -> list[str]:
     captions = [caption.strip() for caption in captions]
     if any("\ud800" <= letter <= "\udfff" for caption in captions for letter in caption):
         raise BadSample("broken_caption", f"{source} holds half a surrogate pair, which is no text")
-    if not all(captions):
+    written = [caption for caption in captions if caption]
+    if not written and empty == "skip":
         raise BadSample("empty_caption", f"{source} holds no text")
-    return captions
+    return written or [""]
 
 
 def read_json_field(members: Members, field: str, cause: str) -> object:
@@ -117,10 +74,26 @@ def read_id(members: Members, source: str, shard: str, key: str, captions: list[
     return hash_id(f"{shard}\0{key}")
 
 
+def is_cut_off(tokenizer: Tokenizer, caption: str, tokens: Tensor) -> bool:
+    """Whether a caption has more tokens than the model reads.
+
+    Args:
+        tokenizer: of open_clip; with another one the answer is no.
+        tokens: (L,) what it made of the caption.
+    """
+    if not hasattr(tokenizer, "context_length"):
+        return False
+    padding = tokenizer([""])[0][-1]
+    if tokens[-1] == padding:
+        return False
+    # Exactly full, or cut off: with room for one more token it shows.
+    longer: Callable[..., Tensor] = tokenizer
+    return bool(longer([caption], context_length=len(tokens) + 1)[0][-1] != padding)
+
+
 def hash_id(text: str) -> int:
     """A stable 63-bit hash: the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
 
 
-Transform = Callable[[Image.Image], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]

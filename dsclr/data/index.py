@@ -7,16 +7,20 @@ import logging
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
+import numpy as np
 from webdataset.tariterators import base_plus_ext
 
 from dsclr.config import ConfigError
-from dsclr.data.shards import fingerprint
+from dsclr.data.cache import fingerprint
 
 logger = logging.getLogger(__name__)
+
+_MAGIC = b"dsclrix1"
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,64 @@ def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
         yield member
 
 
-def load_index(path: Path, cache_dir: Path) -> list[Entry]:
-    """:func:`index_tar`, remembered in ``cache_dir`` until the shard changes."""
-    cached = cache_dir / "index" / f"{fingerprint(path)}.json"
+class ShardIndex(Sequence[Entry]):
+    """The entries of a shard, read from a file one by one: in memory they would take as much in every process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, or ValueError for a file of another kind."""
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        header = len(_MAGIC)
+        if bytes(self._bytes[:header]) != _MAGIC:
+            raise ValueError(f"{path} is no index of this version")
+        count = int(self._bytes[header : header + 8].view(np.int64)[0])
+        self._starts = self._bytes[header + 8 : header + 16 + 8 * count].view(np.int64)
+        if len(self._starts) != count + 1 or int(self._starts[-1]) != len(self._bytes):
+            raise ValueError(f"{path} is incomplete")
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, i: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Entry]: ...
+
+    def __getitem__(self, i: int | slice) -> Entry | list[Entry]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        key, members = json.loads(self._bytes[int(self._starts[i]) : int(self._starts[i + 1])].tobytes())
+        return Entry(key, {name: (at, size) for name, at, size in members})
+
+    @staticmethod
+    def write(path: Path, entries: Sequence[Entry]) -> None:
+        lines = [
+            json.dumps([e.key, [[name, at, size] for name, (at, size) in e.members.items()]]).encode() for e in entries
+        ]
+        first = len(_MAGIC) + 16 + 8 * len(lines)
+        starts = np.cumsum([first, *map(len, lines)], dtype=np.int64)
+        with path.open("wb") as out:
+            out.write(_MAGIC + np.int64(len(lines)).tobytes() + starts.tobytes() + b"".join(lines))
+
+
+def load_index(path: Path, cache_dir: Path) -> ShardIndex:
+    """:func:`index_tar`, remembered in ``cache_dir`` until the shard changes.
+
+    Raises:
+        ConfigError: the file is no tar at all.
+        OSError: it cannot be read, or the cache not written.
+    """
+    cached = cache_dir / "index" / f"{fingerprint(path)}.idx"
     try:
-        rows = json.loads(cached.read_text(encoding="utf-8"))
-        return [Entry(key, {name: (at, size) for name, at, size in members}) for key, members in rows]
+        return ShardIndex(cached)
     except (OSError, ValueError):
         pass  # not there, or written by an interrupted or older run: made anew
     entries = index_tar(path)
-    rows = [[e.key, [[name, at, size] for name, (at, size) in e.members.items()]] for e in entries]
     cached.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=cached.parent, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as out:
-        json.dump(rows, out, separators=(",", ":"))
+    os.close(handle)
+    ShardIndex.write(Path(temporary), entries)
     os.replace(temporary, cached)
-    return entries
+    return ShardIndex(cached)

@@ -15,21 +15,24 @@ from torch.utils.data import DataLoader
 
 from dsclr.data.batch import Batch, BatchLike, RereadBatch, SpilledBatch, is_in_memory
 from dsclr.data.dataset import ShardDataset, Skipped
+from dsclr.data.order import Slots
 from dsclr.data.tasks import ROWS_PER_TASK, BadDataError, Part, Rereader, Rows, Task, collate
 
 logger = logging.getLogger(__name__)
 
 # Positions over which the part of unusable samples is judged.
 BAD_WINDOW = 10_000
+# Skipped samples of one cause that the log names; all stand in skipped.jsonl.
+MOST_LOGGED = 10
 
 
 @dataclass
 class TrainLoader:
     """An endless iterator of batches, see :class:`BatchLike`.
 
-    The run's order is cut into global batches, and each of those into one slice a rank, so a global batch is
-    the same set of samples for every number of ranks. A sample that cannot be used is counted, reported and
-    replaced by the next of the rank's own stream; no rank waits for another.
+    A global batch is the same set of samples for every number of ranks, see :class:`dsclr.data.order.Slots`. A sample
+    that cannot be used is counted, reported and replaced by the next of the rank's own stream; no rank waits for
+    another.
 
     Rows, ids, what is skipped and where the stream stands are the same whatever ``host_images`` says.
 
@@ -41,11 +44,17 @@ class TrainLoader:
         prefetch: tasks queued a worker.
         max_bad_fraction: see raises.
         pin_memory: for asynchronous copies to a GPU.
+        slots: which positions the ranks read; None: all from the start of the run.
         consumed: slots of the rank's stream already used, from :attr:`consumed` of an earlier run. Moves on when
             all rows of a batch were read once: before it is given out, or for "reread" with its last first chunk.
         host_images: "keep" all rows of a batch in memory; "spill" the images to a temporary file; or "reread" them
             from the shards in every pass, a batch asked for before its predecessor was read to its end doing that.
         spill_dir: folder of the temporary file; None: the system's.
+
+    Attributes:
+        skipped: cause -> unusable samples of this rank.
+        notes: of dsclr.data.causes.NOTES -> samples of this rank.
+        shard_rows: shard number -> rows of the latest batch.
 
     Raises:
         ValueError: another host_images.
@@ -61,6 +70,7 @@ class TrainLoader:
     prefetch: int = 4
     max_bad_fraction: float = 0.01
     pin_memory: bool = False
+    slots: Slots | None = None
     consumed: int = 0
     host_images: str = "keep"
     spill_dir: Path | None = None
@@ -71,7 +81,11 @@ class TrainLoader:
         folder = Path(self.spill_dir or tempfile.gettempdir())
         if self.host_images == "spill" and is_in_memory(folder):
             logger.warning("%s is in memory: set dsclr.step.spill_dir to a folder on a disk", folder)
+        self.slots = self.slots or Slots(self.rows, self.world_size)
         self.skipped: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
+        self.shard_rows: Counter[int] = Counter()
+        self._unreported: list[Skipped] = []
         self._recent: deque[tuple[int, int]] = deque()
         self._rereader = Rereader(self.dataset, self.workers, self.prefetch)
         # Weakly: a stream ends with the iterator that reads it.
@@ -79,8 +93,13 @@ class TrainLoader:
 
     def position(self, slot: int) -> int:
         """Position in the run's order of this rank's slot-th sample."""
-        batch, row = divmod(slot, self.rows)
-        return (batch * self.world_size + self.rank) * self.rows + row
+        assert self.slots is not None
+        return self.slots.position(self.rank, slot)
+
+    def take_skipped(self) -> list[Skipped]:
+        """Samples skipped since the last call."""
+        taken, self._unreported = self._unreported, []
+        return taken
 
     def __iter__(self) -> Iterator[BatchLike]:
         stream = _Stream(self)
@@ -118,22 +137,28 @@ class TrainLoader:
     def _tasks(self, slot: int) -> Generator[Task, None, None]:
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_Slots(self, slot),
+            batch_sampler=_Positions(self, slot),
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             collate_fn=collate,
             # Its own: drawing the workers' seed from the global one would shift the dropout of a resumed run.
             generator=torch.Generator(),
         )
-        for task in loader:
+        for task in _tasks_of(loader):
             for skipped in task.skipped:
                 self._report(skipped)
+            self.notes.update(task.notes)
             self._judge(len(task.offsets), len(task.skipped), task)
             yield task
 
     def _report(self, item: Skipped) -> None:
         self.skipped[item.cause] += 1
-        logger.warning("skipped %s in %s: %s", item.key, item.shard, item.detail)
+        self._unreported.append(item)
+        count = self.skipped[item.cause]
+        if count <= MOST_LOGGED:
+            logger.warning("skipped %s in %s: %s", item.key, item.shard, item.detail)
+        if count == MOST_LOGGED:
+            logger.warning("further samples with this cause (%s) are only counted and listed", item.cause)
 
     def _judge(self, good: int, bad: int, task: Task) -> None:
         self._recent.append((good + bad, bad))
@@ -149,9 +174,27 @@ class TrainLoader:
             raise BadDataError(
                 f"{recent_bad} of the last {recent} samples were unusable "
                 f"({', '.join(f'{cause}: {n}' for cause, n in self.skipped.most_common())}), the last was "
-                f"{last.key} in {last.shard}: {last.detail}. Mend the shards, or raise dsclr.data.max_bad_fraction "
-                f"(now {self.max_bad_fraction})"
+                f"{last.key} in {last.shard}: {last.detail}. Look them over with tools/check_shards.py and mend the "
+                f"shards, or raise dsclr.data.max_bad_fraction (now {self.max_bad_fraction})"
             )
+
+
+def _tasks_of(loader: DataLoader) -> Iterator[Task]:
+    """What a loader gives; a process of its that is gone becomes an error that says so.
+
+    Raises:
+        BadDataError: the operating system ended a loader process.
+    """
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error) and "is killed by signal" not in str(error):
+            raise
+        raise BadDataError(
+            f"a loader process is gone ({error}). If the system ended it for want of memory, lower dsclr.data.workers "
+            "or dsclr.data.prefetch; if a decoder crashed on a sample, tools/check_shards.py finds it. --resume goes "
+            "on from the newest checkpoint"
+        ) from error
 
 
 class _Stream(Rows):
@@ -163,15 +206,18 @@ class _Stream(Rows):
         self.filled = 0
 
     def take(self, most: int) -> Part:
+        if not self.filled:
+            self.loader.shard_rows.clear()
         part = super().take(min(most, self.loader.rows - self.filled))
         self.filled += len(part)
+        self.loader.shard_rows.update(part.shards)
         if self.filled == self.loader.rows:
             self.loader.consumed = part.slots[-1] + 1
             self.filled = 0
         return part
 
 
-class _Slots:
+class _Positions:
     """Lists of positions for the loader processes, without end."""
 
     def __init__(self, loader: TrainLoader, slot: int) -> None:

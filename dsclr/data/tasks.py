@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Task:
         ids: (M,) int64.
         offsets: of each usable row, its place in the list of positions.
         skipped: the others.
+        shards: of each usable row, the number of its shard.
+        notes: how often each of dsclr.data.causes.NOTES.
     """
 
     a: Tensor
@@ -36,6 +39,8 @@ class Task:
     ids: Tensor
     offsets: list[int]
     skipped: list[Skipped]
+    shards: list[int]
+    notes: dict[str, int]
 
 
 def collate(items: Sequence[Sample | Skipped]) -> Task:
@@ -49,17 +54,24 @@ def collate(items: Sequence[Sample | Skipped]) -> Task:
         torch.tensor([row.id for _, row in rows], dtype=torch.int64),
         [offset for offset, _ in rows],
         skipped,
+        [row.shard for _, row in rows],
+        dict(Counter(note for _, row in rows for note in row.notes)),
     )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive usable rows: ``a``, ``b`` and ``ids`` as in :class:`Task`; ``slots``: where each was in the order."""
+    """Consecutive usable rows: ``a``, ``b``, ``ids`` and ``shards`` as in :class:`Task`.
+
+    Attributes:
+        slots: where each was in the order.
+    """
 
     a: Tensor
     b: Tensor
     ids: Tensor
     slots: list[int]
+    shards: list[int]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -97,7 +109,7 @@ class Rows:
         task, start, end = self._task, self._start, self._start + most
         self._start = min(end, len(task.offsets))
         slots = [self._slot + offset for offset in task.offsets[start:end]]
-        return Part(task.a[start:end], task.b[start:end], task.ids[start:end], slots)
+        return Part(task.a[start:end], task.b[start:end], task.ids[start:end], slots, task.shards[start:end])
 
     def close(self) -> None:
         """Let go of the loader; no more rows come."""

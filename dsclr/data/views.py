@@ -13,6 +13,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from dsclr.models import ImageSettings
 
+# Chen et al. 2020.
+SIMCLR_CROP_SCALE = (0.08, 1.0)
+
 Augmentation = Literal["none", "light", "simclr"]
 
 
@@ -43,7 +46,7 @@ def build_transform(
     else:
         blur = v2.GaussianBlur(kernel_size=max(3, (height // 10) | 1), sigma=(0.1, 2.0))
         steps = [
-            v2.RandomResizedCrop((height, width), scale=(0.08, 1.0), interpolation=interpolation),
+            v2.RandomResizedCrop((height, width), scale=SIMCLR_CROP_SCALE, interpolation=interpolation),
             v2.RandomHorizontalFlip(),
             v2.RandomApply([v2.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
             v2.RandomGrayscale(p=0.2),

@@ -40,10 +40,13 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def tensorboard_events(record: Mapping[str, Any], prefix: str) -> list[tuple[str, float, int]]:
-    """(tag, value, step) of every finite number, for DeepSpeed's monitor (TensorBoard, W&B, CSV, Comet)."""
+    """(tag, value, step) of every finite number, for DeepSpeed's monitor (TensorBoard, W&B, CSV, Comet).
+
+    Names with a slash stay as they are, the others get the prefix.
+    """
     step = int(record["step"])
     return [
-        (f"{prefix}/{name}", float(value), step)
+        (name if "/" in name else f"{prefix}/{name}", float(value), step)
         for name, value in record.items()
         if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
     ]

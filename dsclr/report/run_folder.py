@@ -38,6 +38,10 @@ class RunFolder:
         return self.path / "eval.jsonl"
 
     @property
+    def skipped(self) -> Path:
+        return self.path / "skipped.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

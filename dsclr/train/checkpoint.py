@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ _NAME = re.compile(r"step-(\d{8})$")
 
 @dataclass
 class Progress:
-    """How far a run is. ``consumed`` is this rank's place in the data, see TrainLoader."""
+    """How far a run is; ``consumed`` and below of this rank's TrainLoader."""
 
     step: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0
     consumed: int = 0
+    skipped_samples: dict[str, int] = field(default_factory=dict)
+    noted_samples: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from dsclr.report.progress import ProgressDisplay
 from dsclr.report.run_folder import RunFolder, write_atomically
 from dsclr.retention import Retention
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
+from dsclr.train.data_report import DataReport
 from dsclr.train.engine import build_engine, engine_config, master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
@@ -61,6 +62,7 @@ class Plan:
         dataset: of the training rows.
         tokenizer, settings: of the model.
         total_steps: length of the run.
+        sources: name -> shards, of a mixture.
     """
 
     config: Config
@@ -69,6 +71,7 @@ class Plan:
     tokenizer: Any
     settings: ImageSettings
     total_steps: int
+    sources: dict[str, int]
 
     def describe(self) -> dict[str, Any]:
         """For --dry-run: the resolved JSON and what follows from it."""
@@ -100,7 +103,7 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     if ours.eval.data is not None:
         if ours.objective == "simclr":
             raise ConfigError("dsclr.eval.data: retrieval needs captions, which objective simclr does not train on")
-        expand_shards(ours.eval.data, "dsclr.eval.data")
+        expand_shards(ours.eval.data, "dsclr.eval.data", ours.data.allow_pipe)
     spill_dir = ours.step.spill_dir
     if spill_dir is not None and not (Path(spill_dir).is_dir() and os.access(spill_dir, os.W_OK | os.X_OK)):
         raise ConfigError(
@@ -122,7 +125,11 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
             config.train_batch_size,
             dataset.order.epoch_samples,
         )
-    return Plan(config, folder, dataset, tokenizer, settings, total_steps)
+    sources = {
+        name: len(expand_shards(source.shards, "dsclr.data.train", ours.data.allow_pipe))
+        for name, source in zip(ours.data.source_names, ours.data.sources or [], strict=True)
+    }
+    return Plan(config, folder, dataset, tokenizer, settings, total_steps, sources)
 
 
 def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int | None = None) -> RunFolder:
@@ -144,6 +151,8 @@ def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int
     finally:
         run.display.close()
         run.loader.close()
+        # Those that ended the run.
+        run.data_report.write_skipped(run.progress.step + 1)
     return plan.folder
 
 
@@ -183,6 +192,9 @@ class _Run:
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
         )
+        self.loader.skipped.update(self.progress.skipped_samples)
+        self.loader.notes.update(self.progress.noted_samples)
+        self.data_report = DataReport(self.loader, plan.sources, plan.folder.skipped, runtime)
         # Now: a build of the C++ scan would otherwise count as the first step's time.
         if ours.loss.name == "topk":
             choose_backend(ours.loss.backend, runtime.device, torch.float32)
@@ -237,6 +249,7 @@ class _Run:
         if self.runtime.is_main:
             truncate_after(self.plan.folder.metrics, progress.step)
             truncate_after(self.plan.folder.evaluations, progress.step)
+            truncate_after(self.plan.folder.skipped, progress.step)
         logger.info("resumed from %s, step %d", complete[-1], progress.step)
         return progress
 
@@ -294,10 +307,14 @@ class _Run:
         self.progress.step += 1
         self.progress.samples_seen += self.plan.config.train_batch_size
         self.progress.consumed = self.loader.consumed
+        self.progress.skipped_samples = dict(self.loader.skipped)
+        self.progress.noted_samples = dict(self.loader.notes)
+        self.data_report.write_skipped(self.progress.step)
 
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
+        data_metrics = self.data_report.metrics()
         if not self.runtime.is_main:
             return
         record: dict[str, Any] = {
@@ -314,7 +331,7 @@ class _Run:
             "peak_bytes": peak_bytes(self.runtime.device),
             "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
-            "skipped_samples": sum(self.loader.skipped.values()),
+            **data_metrics,
         }
         append_line(self.plan.folder.metrics, record)
         self.engine.monitor.write_events(tensorboard_events(record, "train"))

@@ -93,7 +93,7 @@ def test_same_rows_ids_and_place_as_in_memory(loader_of, mode, workers, objectiv
         assert_equal(whole(batch, 4, start=8), expected, start=8)
         assert other.consumed == kept.consumed
         assert other.skipped == kept.skipped
-    assert kept.skipped["broken_image"] >= 4
+    assert kept.skipped["not_an_image"] >= 4
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -282,7 +282,7 @@ from dsclr.data.loader import TrainLoader
 class Synthetic:
     def __getitem__(self, position):
         image = torch.full((3, 64, 64), position % 251, dtype=torch.uint8)
-        return Sample(image, torch.full((8,), position), position, position)
+        return Sample(image, torch.full((8,), position), position, position, 0)
 
 def use(mode, rows, workers):
     loader = TrainLoader(Synthetic(), rows, workers=workers, prefetch=2, host_images=mode)

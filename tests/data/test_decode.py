@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsclr.data.decode import BadSample, hash_id, read_captions, read_id, read_image
+from dsclr.data.causes import BadSample
+from dsclr.data.decode import hash_id, read_captions, read_id
+from dsclr.data.images import ImageReader
 
 
 def encode(image, kind="PNG", **options):
     out = io.BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()
+
+
+def read_image(members, extensions, **options):
+    return ImageReader(tuple(extensions.split(";")), **options).read(members)[0]
 
 
 def pixel(data, at=(0, 0)):
@@ -63,9 +69,9 @@ def test_first_image_member_by_preference():
     ("members", "cause"),
     [
         ({"txt": b""}, "missing_image"),
-        ({"jpg": b""}, "broken_image"),
-        ({"jpg": b"not an image"}, "broken_image"),
-        ({"png": encode(Image.effect_noise((64, 64), 90))[:300]}, "broken_image"),
+        ({"jpg": b""}, "empty_image"),
+        ({"jpg": b"not an image"}, "not_an_image"),
+        ({"png": encode(Image.effect_noise((64, 64), 90))[:300]}, "truncated_image"),
     ],
 )
 def test_images_that_cannot_be_used(members, cause):
@@ -79,7 +85,7 @@ def test_a_decompression_bomb(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadSample) as error:
         read_image({"png": data}, "png")
-    assert error.value.cause == "broken_image"
+    assert error.value.cause == "oversized_image"
 
 
 def test_captions():
@@ -102,7 +108,7 @@ def test_captions():
         ({"json": b'{"c": "\\ud800 half"}'}, "json:c", "broken_caption"),
         ({"json": b"[" * 100_000}, "json:c", "broken_json"),
         ({"json": b'{"c": ["a fox", 3]}'}, "json:c", "missing_caption"),
-        ({"json": b'{"c": ["a fox", " "]}'}, "json:c", "empty_caption"),
+        ({"json": b'{"c": ["", " "]}'}, "json:c", "empty_caption"),
         ({}, "json:c", "missing_caption"),
     ],
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
+import tarfile
 
 import pytest
 import torch
 
 from dsclr.config import ConfigError, DataConfig
 from dsclr.data import BadDataError, build_eval_loader, build_train_dataset, build_train_loader
-from tests.data.samples import SETTINGS, tokenize, write_shard
+from dsclr.data.order import Slots
+from tests.data.samples import SETTINGS, add, picture, tokenize, write_shard
 
 
 @pytest.fixture
@@ -98,14 +101,14 @@ def test_a_bad_sample_is_skipped_counted_and_named(cfg, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         batches, loader = take(cfg, 7, 4)
     assert sorted(flat(numbers(batches))) == [n for n in range(30) if n not in (12, 13)]
-    assert loader.skipped == {"broken_image": 2}
+    assert loader.skipped == {"not_an_image": 2}
     assert "000012" in caplog.text
     assert "s1.tar" in caplog.text
 
 
 def test_too_many_bad_samples_end_the_run(cfg, tmp_path):
     write_shard(tmp_path / "s1.tar", range(10, 20), broken=tuple(range(10, 20)))
-    with pytest.raises(BadDataError, match=r"1[01]\d of the last \d+ .*broken_image.*s1\.tar.*max_bad_fraction"):
+    with pytest.raises(BadDataError, match=r"1[01]\d of the last \d+ .*not_an_image.*s1\.tar.*max_bad_fraction"):
         take(cfg, 8, 1000)
 
 
@@ -167,3 +170,97 @@ def test_shards_without_a_usable_sample_end_the_run_whatever_fraction_may_be_bad
     )
     with pytest.raises(BadDataError, match="were unusable"):
         take(cfg, 4, 1)
+
+
+def test_a_mixture_is_drawn_by_its_weights(cfg, tmp_path):
+    sources = [
+        {"shards": f"{tmp_path}/s0.tar", "weight": 3, "name": "first"},
+        {"shards": [f"{tmp_path}/s1.tar", f"{tmp_path}/s2.tar"], "weight": 1},
+    ]
+    mixed = DataConfig(**{**cfg.model_dump(), "train": sources})
+    assert mixed.source_names == ["first", "1"]
+    batches, loader = take(mixed, 50, 20)
+    rows = flat(numbers(batches))
+    assert sum(number < 10 for number in rows) / len(rows) == pytest.approx(0.75, abs=0.04)
+    assert loader.shard_rows.total() == 50
+    with pytest.raises(ValueError, match="different names"):
+        DataConfig(train=[{"shards": "a", "weight": 1, "name": "1"}, {"shards": "b", "weight": 1}])
+
+
+@pytest.mark.parametrize("resampled", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_interrupted_anywhere_it_goes_on_in_the_same_order(cfg, tmp_path, resampled, workers):
+    write_shard(tmp_path / "s1.tar", range(10, 20), broken=(12, 13, 19))
+    changes = {"workers": workers, "max_bad_fraction": 1.0, "resampled": resampled}
+    cfg = cfg.model_copy(update=changes)
+    whole, _ = take(cfg, 5, 12, rank=1, world_size=2)
+    for stop in (1, 5, 8):
+        first, loader = take(cfg, 5, stop, rank=1, world_size=2)
+        loader.close()
+        rest, again = take(cfg, 5, 12 - stop, rank=1, world_size=2, consumed=loader.consumed)
+        again.close()
+        assert equal(whole, first + rest)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_with_another_number_of_ranks_an_epoch_still_holds_every_sample_once(cfg, tmp_path, before, after):
+    write_shard(tmp_path / "s1.tar", range(10, 20), broken=(12, 13, 19))
+    cfg = cfg.model_copy(update={"max_bad_fraction": 1.0})
+    good = [number for number in range(30) if number not in (12, 13, 19)]
+    for stop in (1, 3):
+        runs = [take(cfg, 6 // before, stop, rank=rank, world_size=before) for rank in range(before)]
+        seen = flat(numbers(flat(batches for batches, _ in runs)))
+        slots = Slots(6 // before, before).continued([loader.consumed for _, loader in runs], 6 // after, after)
+        left = [take(cfg, 6 // after, 3, rank=rank, world_size=after, slots=slots)[0] for rank in range(after)]
+        seen += flat(numbers(itertools.chain(*zip(*left, strict=True))))
+        assert len(set(seen[:24])) == 24
+        assert set(seen) <= set(good)
+
+
+def test_captions_that_are_too_long_are_cut_off_and_counted_or_skipped(tmp_path):
+    import open_clip
+
+    tokenizer = open_clip.SimpleTokenizer(context_length=8)
+    words = {0: "a fox", 1: "one two three four five six", 2: "one two three four five six seven", 3: "x " * 100}
+    with tarfile.open(tmp_path / "long.tar", "w") as tar:
+        for number, text in words.items():
+            add(tar, f"{number}.png", picture(number))
+            add(tar, f"{number}.txt", text.encode())
+    cfg = DataConfig(
+        train=str(tmp_path / "long.tar"), cache_dir=str(tmp_path / "cache"), workers=0, max_bad_fraction=1.0
+    )
+    dataset = build_train_dataset(cfg, "clip", SETTINGS, tokenizer, 0)
+    loader = build_train_loader(cfg, dataset, 4)
+    next(iter(loader))
+    # Six words, with start and end, are eight tokens: exactly full is not cut off.
+    assert loader.notes["truncated_captions"] == 2 * (32 // 4)
+    strict = build_train_loader(
+        cfg, build_train_dataset(cfg.model_copy(update={"long_caption": "skip"}), "clip", SETTINGS, tokenizer, 0), 2
+    )
+    next(iter(strict))
+    assert strict.skipped == {"long_caption": 16}
+
+
+def test_one_samples_surprise_is_a_skipped_sample(cfg, tmp_path):
+    def surprised(texts):
+        if texts == ["picture number 7"]:
+            raise LookupError("a tokenizer's bug")
+        return tokenize(texts)
+
+    dataset = build_train_dataset(cfg, "clip", SETTINGS, surprised, 0)
+    loader = build_train_loader(cfg, dataset, 29)
+    assert sorted(flat(numbers(itertools.islice(loader, 1)))) == [number for number in range(30) if number != 7]
+    assert loader.skipped["failed"] >= 1
+    assert any("LookupError: a tokenizer's bug" in item.detail for item in loader.take_skipped())
+    assert not loader.take_skipped()
+
+
+def test_a_loader_process_that_is_gone_is_explained(cfg):
+    dataset = build_train_dataset(cfg.model_copy(update={"workers": 1}), "clip", SETTINGS, tokenize, 0)
+    loader = build_train_loader(cfg.model_copy(update={"workers": 1}), dataset, 5)
+    batches = iter(loader)
+    next(batches)
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(BadDataError, match=r"a loader process is gone .*dsclr.data.workers"):
+        list(itertools.islice(batches, 100))

@@ -10,10 +10,11 @@ import tarfile
 import pytest
 
 from dsclr.config import ConfigError
-from dsclr.data.dataset import ShardReader
-from dsclr.data.decode import BadSample
+from dsclr.data.cache import ShardCache
+from dsclr.data.causes import BadSample
 from dsclr.data.index import index_tar, load_index
-from dsclr.data.shards import expand_shards, local_tar
+from dsclr.data.reader import ShardReader
+from dsclr.data.shards import Shard, expand_shards
 
 
 def write_tar(path, members):
@@ -25,6 +26,14 @@ def write_tar(path, members):
     return path
 
 
+def reader_of(paths, cache, **options):
+    return ShardReader([Shard(str(path)) for path in paths], ShardCache(cache), **options)
+
+
+def addresses(*arguments, **options):
+    return [shard.address for shard in expand_shards(*arguments, **options)]
+
+
 @pytest.fixture
 def shards(tmp_path):
     return [
@@ -34,9 +43,10 @@ def shards(tmp_path):
 
 
 def test_patterns(shards, tmp_path):
-    assert expand_shards(f"{tmp_path}/s-{{000..003}}.tar") == shards
-    assert expand_shards(f"{tmp_path}/*.tar") == shards
-    assert expand_shards([str(shards[2]), f"{tmp_path}/s-00[01].tar"]) == [shards[2], shards[0], shards[1]]
+    names = [str(shard) for shard in shards]
+    assert addresses(f"{tmp_path}/s-{{000..003}}.tar") == addresses(f"file://{tmp_path}/*.tar") == names
+    assert addresses(f"{tmp_path}/*.tar") == names
+    assert addresses([names[2], f"{tmp_path}/s-00[01].tar"]) == [names[2], names[0], names[1]]
     assert len(expand_shards("demo:train")) == 8
     assert len(expand_shards("demo:fluent-heldout")) == 1
 
@@ -53,8 +63,9 @@ def test_patterns(shards, tmp_path):
         ("", "an empty name"),
         ("demo:nothing", "demo:fluent-train"),
         ("demo:*", "is not one of"),
-        ("s3://bucket/x.tar", "not a local path"),
-        ("pipe:cat x.tar", "not a local path"),
+        ("nothing://bucket/x.tar", "nothing"),
+        ("pipe:cat x.tar", "dsclr.data.allow_pipe"),
+        ("{tmp}/index.json", "index.json cannot be read"),
     ],
 )
 def test_names_that_lead_nowhere(shards, tmp_path, pattern, message):
@@ -91,13 +102,13 @@ def test_index_groups_members_by_name(tmp_path):
 
 def test_of_members_with_one_name_the_first_counts(tmp_path):
     path = write_tar(tmp_path / "x.tar", [("a.txt", b"first"), ("a.txt", b"second"), ("b.txt", b"b")])
-    reader = ShardReader([path], tmp_path)
+    reader = reader_of([path], tmp_path)
     assert reader.counts() == [2]
     assert reader.read(0, 0) == ("a", {"txt": b"first"})
 
 
 def test_random_access_and_few_open_files(shards, tmp_path):
-    reader = ShardReader(shards, tmp_path / "cache", open_files=2)
+    reader = reader_of(shards, tmp_path / "cache", open_files=2)
     assert reader.counts() == [3, 3, 3, 3]
     for i in (3, 0, 1, 3, 2, 0):
         assert reader.read(i, 2) == (f"{i}-2", {"txt": f"{i} 2".encode()})
@@ -108,11 +119,14 @@ def test_compressed_shards_are_unpacked_once(shards, tmp_path):
     packed = tmp_path / "packed.tar.gz"
     packed.write_bytes(gzip.compress(shards[1].read_bytes()))
     cache = tmp_path / "cache"
-    reader = ShardReader([packed], cache)
+    reader = reader_of([packed], cache)
     assert reader.read(0, 1) == ("1-1", {"txt": b"1 1"})
-    first = local_tar(packed, cache)
-    assert local_tar(packed, cache) == first
-    assert [p.suffix for p in (cache / "shards").iterdir()] == [".tar"]
+    first = ShardCache(cache).local(Shard(str(packed)))
+    made = first.stat().st_mtime_ns
+    assert ShardCache(cache).local(Shard(str(packed))) == first
+    assert first.stat().st_mtime_ns == made
+    assert list((cache / "shards").glob("*.tar")) == [first]
+    assert not list((cache / "shards").glob("*.part"))
 
 
 def test_a_replaced_shard_is_indexed_anew(shards, tmp_path):
@@ -127,7 +141,7 @@ def test_a_tar_that_was_cut_off_yields_its_complete_samples(tmp_path, keep):
     path = write_tar(tmp_path / "x.tar", members)
     whole = path.read_bytes()[: 20 * (512 + 3072)]
     path.write_bytes(whole[: int(len(whole) * keep)])
-    reader = ShardReader([path], tmp_path / "cache")
+    reader = reader_of([path], tmp_path / "cache")
     count = reader.counts()[0]
     assert 10 * keep - 1 <= count <= 10 * keep + 1
     for i in range(count):
@@ -142,24 +156,24 @@ def test_a_damaged_compressed_shard_yields_its_first_part(tmp_path, damage):
     data = gzip.compress(path.read_bytes(), 1)
     half = len(data) // 2
     packed.write_bytes(data[:half] if damage == "cut" else data[:half] + b"\xff" * half)
-    assert 0 < ShardReader([packed], tmp_path / "cache").counts()[0] < 40
+    assert 0 < reader_of([packed], tmp_path / "cache").counts()[0] < 40
 
 
 def test_not_a_tar(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(b"not a tar at all" * 100)
     with pytest.raises(ConfigError, match="not a tar file"):
-        ShardReader([path], tmp_path / "cache").counts()
+        reader_of([path], tmp_path / "cache").counts()
 
 
 def test_no_samples_at_all(tmp_path):
     path = write_tar(tmp_path / "x.tar", [])
     with pytest.raises(ConfigError, match="no samples"):
-        ShardReader([path], tmp_path / "cache").counts()
+        reader_of([path], tmp_path / "cache").counts()
 
 
 def test_a_shard_that_vanishes_is_a_bad_sample(shards, tmp_path):
-    reader = ShardReader(shards, tmp_path / "cache")
+    reader = reader_of(shards, tmp_path / "cache")
     reader.counts()
     shards[1].unlink()
     with pytest.raises(BadSample) as error:

@@ -59,3 +59,8 @@ def test_a_scheme_with_other_gradients_is_not_compared(world, tmp_path, monkeypa
     setup = cases.Setup(model_file(tmp_path), 4, 2, False, "fp32")
     with pytest.raises(SystemExit, match="gradcache does not compute"):
         cases.check_agreement(setup, world.device)
+
+
+def test_a_process_that_measures_memory_takes_any_micro_batch(bench_step):
+    words = ["--measure-memory", "step_none_kept", "24", "--device", "cpu", "--micro", "24"]
+    assert bench_step.parse_arguments(words).micro == 24
