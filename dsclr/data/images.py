@@ -68,7 +68,7 @@ class ImageReader:
 
     def _decode(self, data: bytes, name: str) -> Image.Image:
         try:
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
                 self._check_size(image, name)
                 if self.shortest:
                     self._draft(image)
@@ -76,7 +76,7 @@ class ImageReader:
         except BadSample:
             raise
         except UnidentifiedImageError:
-            known = ", ".join(_formats())
+            known = ", ".join(readable_formats())
             raise BadSample("not_an_image", f"{name}: {len(data):,} bytes that are none of {known}") from None
         except Image.DecompressionBombError as error:
             raise BadSample("oversized_image", f"{name}: {error}") from None
@@ -137,7 +137,7 @@ def _from_wide_grey(image: Image.Image, background: tuple[int, int, int]) -> Ima
 
 
 @functools.cache
-def _formats() -> tuple[str, ...]:
+def readable_formats() -> tuple[str, ...]:
     """Those that this Pillow was built with."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
