@@ -86,6 +86,8 @@ class TrainLoader:
         self.notes: Counter[str] = Counter()
         self.shard_rows: Counter[int] = Counter()
         self._unreported: list[Skipped] = []
+        # Of slots that no batch has passed yet: the processes run ahead.
+        self._ahead: deque[tuple[int, Skipped]] = deque()
         self._recent: deque[tuple[int, int]] = deque()
         self._rereader = Rereader(self.dataset, self.workers, self.prefetch)
         # Weakly: a stream ends with the iterator that reads it.
@@ -102,6 +104,7 @@ class TrainLoader:
         return taken
 
     def __iter__(self) -> Iterator[BatchLike]:
+        self._ahead.clear()
         stream = _Stream(self)
         self._streams.add(stream)
         while True:
@@ -145,11 +148,16 @@ class TrainLoader:
             generator=torch.Generator(),
         )
         for task in _tasks_of(loader):
-            for skipped in task.skipped:
-                self._report(skipped)
-            self.notes.update(task.notes)
+            slot_of = {self.position(s): s for s in range(slot, slot + ROWS_PER_TASK)} if task.skipped else {}
+            self._ahead.extend((slot_of[skipped.position], skipped) for skipped in task.skipped)
+            slot += ROWS_PER_TASK
             self._judge(len(task.offsets), len(task.skipped), task)
             yield task
+
+    def _pass(self, slot: int | None) -> None:
+        """Count what was skipped before a slot; None: everything."""
+        while self._ahead and (slot is None or self._ahead[0][0] < slot):
+            self._report(self._ahead.popleft()[1])
 
     def _report(self, item: Skipped) -> None:
         self.skipped[item.cause] += 1
@@ -171,6 +179,7 @@ class TrainLoader:
         # Judged against a full window, so that a few bad samples at the very start do not end a run.
         if hopeless or recent_bad > self.max_bad_fraction * BAD_WINDOW:
             last = task.skipped[-1]
+            self._pass(None)
             raise BadDataError(
                 f"{recent_bad} of the last {recent} samples were unusable "
                 f"({', '.join(f'{cause}: {n}' for cause, n in self.skipped.most_common())}), the last was "
@@ -211,8 +220,10 @@ class _Stream(Rows):
         part = super().take(min(most, self.loader.rows - self.filled))
         self.filled += len(part)
         self.loader.shard_rows.update(part.shards)
+        self.loader.notes.update(note for notes in part.notes for note in notes)
         if self.filled == self.loader.rows:
             self.loader.consumed = part.slots[-1] + 1
+            self.loader._pass(self.loader.consumed)
             self.filled = 0
         return part
 

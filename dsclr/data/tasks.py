@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ class Task:
         offsets: of each usable row, its place in the list of positions.
         skipped: the others.
         shards: of each usable row, the number of its shard.
-        notes: how often each of dsclr.data.causes.NOTES.
+        notes: of each usable row, which of dsclr.data.causes.NOTES.
     """
 
     a: Tensor
@@ -40,7 +39,7 @@ class Task:
     offsets: list[int]
     skipped: list[Skipped]
     shards: list[int]
-    notes: dict[str, int]
+    notes: list[tuple[str, ...]]
 
 
 def collate(items: Sequence[Sample | Skipped]) -> Task:
@@ -55,13 +54,13 @@ def collate(items: Sequence[Sample | Skipped]) -> Task:
         [offset for offset, _ in rows],
         skipped,
         [row.shard for _, row in rows],
-        dict(Counter(note for _, row in rows for note in row.notes)),
+        [row.notes for _, row in rows],
     )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive usable rows: ``a``, ``b``, ``ids`` and ``shards`` as in :class:`Task`.
+    """Consecutive usable rows: ``a``, ``b``, ``ids``, ``shards`` and ``notes`` as in :class:`Task`.
 
     Attributes:
         slots: where each was in the order.
@@ -72,6 +71,7 @@ class Part:
     ids: Tensor
     slots: list[int]
     shards: list[int]
+    notes: list[tuple[str, ...]]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -109,7 +109,8 @@ class Rows:
         task, start, end = self._task, self._start, self._start + most
         self._start = min(end, len(task.offsets))
         slots = [self._slot + offset for offset in task.offsets[start:end]]
-        return Part(task.a[start:end], task.b[start:end], task.ids[start:end], slots, task.shards[start:end])
+        tensors = task.a[start:end], task.b[start:end], task.ids[start:end]
+        return Part(*tensors, slots, task.shards[start:end], task.notes[start:end])
 
     def close(self) -> None:
         """Let go of the loader; no more rows come."""

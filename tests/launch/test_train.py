@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.samples import write_shard
 from tests.environment import of_a_user
 from tests.scripts import load_script
 
@@ -62,9 +63,12 @@ def weights(folder):
 
 
 def test_ten_steps_equal_five_then_five(small, tmp_path):
-    # with a memory bank, which has to be where it was too
-    bank = ["--set", 'dsclr.negatives.bank={"size":40,"max_age":3}']
-    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small), *bank]
+    # with a memory bank and a mixture with bad samples, which have to be where they were too
+    shard = write_shard(tmp_path / "odd.tar", range(12), broken=(3, 5, 8))
+    sources = [{"shards": "demo:fluent-train", "weight": 2, "name": "emoji"}, {"shards": str(shard), "weight": 1}]
+    train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
+    train += ["--set", 'dsclr.negatives.bank={"size":40,"max_age":3}']
+    train += ["--set", f"dsclr.data.train={json.dumps(sources)}", "--set", "dsclr.data.max_bad_fraction=1"]
     command([*train, "--set", "dsclr.run.name=whole"], tmp_path)
     stopped = command([*train, "--set", "dsclr.run.name=parts", "--max-steps", "5"], tmp_path)
     assert "stopped after step 5 of 10" in stopped.stderr
@@ -75,6 +79,16 @@ def test_ten_steps_equal_five_then_five(small, tmp_path):
     timed = {"samples_per_second", "step_seconds", "peak_bytes"}
     for first, second in zip(whole, parts, strict=True):
         assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in second.items() if k not in timed}
+    skipped, again = (lines(tmp_path / f"runs/{name}/skipped.jsonl") for name in ("whole", "parts"))
+    assert skipped == again
+    assert whole[-1]["skipped_samples"] == whole[-1]["data/skipped_not_an_image"] == len(skipped) > 3
+    assert {line["key"] for line in skipped} == {"000003", "000005", "000008"}
+    assert all(line["shard"] == str(shard) and line["cause"] == "not_an_image" for line in skipped)
+    assert {line["step"] for line in skipped} <= set(range(1, 11))
+    shares = [line["data/share_1"] for line in whole]
+    assert all(line["data/share_emoji"] + share == pytest.approx(1) for line, share in zip(whole, shares, strict=True))
+    assert sum(shares) / 10 == pytest.approx(1 / 3, abs=0.1)
+    assert all(2 <= line["data/shards_per_batch"] <= 5 for line in whole)
     ours, theirs = (weights(tmp_path / f"runs/{name}/adapter") for name in ("whole", "parts"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

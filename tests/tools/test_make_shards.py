@@ -367,7 +367,7 @@ def test_images_that_cannot_be_read_are_counted_and_listed(tmp_path, capsys):
     ]
     assert [(one["path"], one["cause"]) for one in skipped(out)] == expected
     printed = capsys.readouterr()
-    assert "skipped 5 of 6: 2 broken_image, 1 missing_file, 2 not_an_image" in printed.out
+    assert "skipped 5 of 6: 1 empty_image, 1 missing_file, 1 not_an_image, 2 truncated_image" in printed.out
     assert "83.3% of the rows are bad" in printed.err
     assert [members["jpg"] for members in read(out).values()] == [whole]
     # The status is that of the folder, also when nothing is left to do.
