@@ -128,3 +128,18 @@ def test_ids():
     with pytest.raises(BadSample, match="missing_id"):
         read_id({}, "cls", "s", "k", [])
     assert 0 <= hash_id("x") < 2**63
+
+
+def test_a_large_jpeg_is_decoded_at_a_scale_that_leaves_enough():
+    pixels = np.asarray(Image.effect_noise((16, 12), 90).resize((1600, 1200), Image.Resampling.BICUBIC))
+    data = encode(Image.fromarray(pixels).convert("RGB"), "JPEG", quality=95)
+    whole = read_image({"jpg": data}, "jpg")
+    assert whole.size == (1600, 1200)
+    for shortest, expected in ((0, 1200), (601, 1200), (600, 600), (400, 600), (300, 300), (10, 150)):
+        image = read_image({"jpg": data}, "jpg", shortest=shortest)
+        assert image.height == expected >= shortest
+        small = image.resize((80, 60), Image.Resampling.BICUBIC)
+        reference = whole.resize((80, 60), Image.Resampling.BICUBIC)
+        assert np.abs(np.asarray(small, dtype=int) - np.asarray(reference, dtype=int)).mean() < 1
+    png = encode(Image.fromarray(pixels))
+    assert read_image({"png": png}, "png", shortest=10).size == (1600, 1200)
