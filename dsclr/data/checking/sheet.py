@@ -49,6 +49,9 @@ def draw_sheet(chosen: Sequence[Odd], dataset: ShardDataset) -> Image.Image:
         if isinstance(item, Sample):
             picture = Image.fromarray(item.a.permute(1, 2, 0).numpy())
             picture.thumbnail((SIDE, SIDE))
+            # Enlarged as they are: what is blurred in the sheet is blurred in training.
+            factor = max(1, SIDE // max(picture.size))
+            picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
             sheet.paste(picture, (left, top))
         for line, text in enumerate((dataset.reader.shards[odd.shard].name, odd.key, odd.why)):
             # The font that Pillow brings has no other letters.

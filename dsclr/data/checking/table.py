@@ -51,7 +51,7 @@ def _samples(report: dict[str, Any]) -> Iterator[str]:
     for cause, count in samples["causes"].items():
         yield _row(f"  {cause}", f"{count:,}")
         for one in samples["examples"][cause]:
-            yield f"      {one['shard']}: {one['key']}: {_short(one['detail'])}"
+            yield f"      {one['shard']}: {one['key']}: {_short(one['detail'].removeprefix(f'{cause}: '))}"
     for note, count in samples["notes"].items():
         yield _row(note.replace("_", " "), f"{count:,}, used all the same")
     for one in report["sources"]:
