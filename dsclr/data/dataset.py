@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from dsclr.data.causes import BadSample
-from dsclr.data.decode import Members, Tokenizer, hash_id, is_cut_off, read_captions, read_id
+from dsclr.data.decode import Members, Tokenizer, hash_id, is_cut_off, padding_token, read_captions, read_id
 from dsclr.data.images import ImageReader
 from dsclr.data.order import Order
 from dsclr.data.reader import ShardReader
@@ -95,6 +95,9 @@ class ShardDataset(Dataset):
     choose_caption: bool = True
     _reads: int = field(default=0, repr=False)
 
+    def __post_init__(self) -> None:
+        self._padding = None if self.tokenizer is None else padding_token(self.tokenizer)
+
     def __getitem__(self, position: int) -> Sample | Skipped:
         if self._reads % PREPARE_EVERY == 0:
             self.reader.prepare(self.order.coming_shards(position))
@@ -124,7 +127,7 @@ class ShardDataset(Dataset):
             # Several captions: another one each time the sample comes round, the same whichever process reads it.
             caption = captions[seed % len(captions)] if self.choose_caption else captions[0]
             b = self.tokenizer([caption])[0].to(torch.int64)
-            if is_cut_off(self.tokenizer, caption, b):
+            if is_cut_off(self.tokenizer, caption, b, self._padding):
                 if self.captions.long == "skip":
                     raise BadSample("long_caption", f"{caption[:60]!r}... has more than {len(b)} tokens")
                 notes = [*notes, "truncated_captions"]

@@ -74,17 +74,19 @@ def read_id(members: Members, source: str, shard: str, key: str, captions: list[
     return hash_id(f"{shard}\0{key}")
 
 
-def is_cut_off(tokenizer: Tokenizer, caption: str, tokens: Tensor) -> bool:
+def padding_token(tokenizer: Tokenizer) -> int | None:
+    """What an open_clip tokenizer fills up with; None for another one."""
+    return int(tokenizer([""])[0][-1]) if hasattr(tokenizer, "context_length") else None
+
+
+def is_cut_off(tokenizer: Tokenizer, caption: str, tokens: Tensor, padding: int | None) -> bool:
     """Whether a caption has more tokens than the model reads.
 
     Args:
-        tokenizer: of open_clip; with another one the answer is no.
-        tokens: (L,) what it made of the caption.
+        tokens: (L,) what the tokenizer made of the caption.
+        padding: of :func:`padding_token`; with None the answer is no.
     """
-    if not hasattr(tokenizer, "context_length"):
-        return False
-    padding = tokenizer([""])[0][-1]
-    if tokens[-1] == padding:
+    if padding is None or tokens[-1] == padding:
         return False
     # Exactly full, or cut off: with room for one more token it shows.
     longer: Callable[..., Tensor] = tokenizer

@@ -120,7 +120,7 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, (*background, 255)), rgba).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _from_wide_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

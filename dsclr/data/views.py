@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from open_clip.transform import MaybeToTensor, PreprocessCfg, image_transform_v2
 from PIL import Image
@@ -40,19 +41,30 @@ def build_transform(
     if augment == "none":
         steps = _resize(settings)
     elif augment == "light":
-        steps = [v2.RandomResizedCrop((height, width), scale=crop_scale, interpolation=interpolation)]
+        steps = [_ToTensor(), v2.RandomResizedCrop((height, width), scale=crop_scale, interpolation=interpolation)]
         if flip:
             steps.append(v2.RandomHorizontalFlip())
+        return v2.Compose(steps)
     else:
         blur = v2.GaussianBlur(kernel_size=max(3, (height // 10) | 1), sigma=(0.1, 2.0))
         steps = [
+            _ToTensor(),
             v2.RandomResizedCrop((height, width), scale=SIMCLR_CROP_SCALE, interpolation=interpolation),
             v2.RandomHorizontalFlip(),
+            # Pillow is the faster one for colours.
+            v2.ToPILImage(),
             v2.RandomApply([v2.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
             v2.RandomGrayscale(p=0.2),
             v2.RandomApply([blur], p=0.5),
         ]
     return v2.Compose([*steps, v2.PILToTensor()])
+
+
+class _ToTensor(torch.nn.Module):
+    """PIL to (3, H, W) uint8 with the channels last in memory: torchvision resizes those twice as fast as Pillow."""
+
+    def forward(self, image: Image.Image) -> Tensor:
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _resize(settings: ImageSettings) -> list[torch.nn.Module]:
