@@ -15,7 +15,7 @@ from PIL import Image
 from dsclr.data.causes import BadSample
 from dsclr.data.checking.findings import ROW, Example, Findings, Odd
 from dsclr.data.dataset import Sample, ShardDataset
-from dsclr.data.decode import is_cut_off, read_captions
+from dsclr.data.decode import is_cut_off, padding_token, read_captions
 from dsclr.data.images import ImageReader, readable_formats
 
 # Pictures worth a look: longer than so many times their shorter side, ...
@@ -62,6 +62,10 @@ class Examiner:
     shard: int
     findings: Findings = field(default_factory=Findings)
     _rows: list[tuple[int, bytes, bytes, bytes, int, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.dataset.tokenizer
+        self._padding = None if tokenizer is None else padding_token(tokenizer)
 
     def look(self, sample: int) -> None:
         """Add one sample."""
@@ -120,12 +124,21 @@ class Examiner:
             if caption.lower() in PLACEHOLDERS:
                 found.captions[caption.lower()] += 1
                 found.show("placeholder", Example(self.shard, sample, key, f"its caption is {caption!r}"))
-            # A tokenizer of any kind can fail over a text: training then has the cause "failed".
-            with suppress(Exception):
-                if dataset.tokenizer and is_cut_off(dataset.tokenizer, caption, dataset.tokenizer([caption])[0]):
-                    found.captions["long"] += 1
-                    found.show("long", Example(self.shard, sample, key, f"{len(caption):,} characters"))
+            if self._is_long(caption):
+                found.captions["long"] += 1
+                found.show("long", Example(self.shard, sample, key, f"{len(caption):,} characters"))
         return captions
+
+    def _is_long(self, caption: str) -> bool:
+        tokenizer = self.dataset.tokenizer
+        if tokenizer is None:
+            return False
+        try:
+            tokens = tokenizer([caption])[0]
+        except Exception:
+            # One of any kind can fail over a text: training has counted it as "failed".
+            return False
+        return is_cut_off(tokenizer, caption, tokens, self._padding)
 
     def _image(self, key: str, sample: int, members: Mapping[str, bytes], usable: Sample | None) -> bytes:
         """The bytes of the image member, what is in them counted."""
