@@ -28,7 +28,12 @@ DRAFT_MARGIN = 2
 
 
 def build_train_dataset(
-    cfg: DataConfig, objective: str, settings: ImageSettings, tokenizer: Tokenizer | None, seed: int
+    cfg: DataConfig,
+    objective: str,
+    settings: ImageSettings,
+    tokenizer: Tokenizer | None,
+    seed: int,
+    order: Order | None = None,
 ) -> ShardDataset:
     """The training rows in the run's order.
 
@@ -37,6 +42,7 @@ def build_train_dataset(
         settings: of the model's preprocessing.
         tokenizer: of the model; ignored for simclr.
         seed: of order and augmentation.
+        order: None: as the section says, for which all samples are counted.
 
     Raises:
         ConfigError: missing, unreadable or empty shards.
@@ -45,7 +51,7 @@ def build_train_dataset(
     transform = build_transform(settings, augment, crop_scale=cfg.crop_scale, flip=cfg.flip)
     smallest_crop = {"none": 1.0, "light": cfg.crop_scale[0], "simclr": SIMCLR_CROP_SCALE[0]}[augment]
     shortest = math.ceil(DRAFT_MARGIN * max(settings.image_size) / math.sqrt(smallest_crop))
-    return _dataset(cfg, "dsclr.data.train", objective, transform, tokenizer, seed, True, shortest)
+    return _dataset(cfg, "dsclr.data.train", objective, transform, tokenizer, seed, True, shortest, order)
 
 
 def build_train_loader(
@@ -115,6 +121,7 @@ def _dataset(
     seed: int,
     choose_caption: bool,
     shortest: int,
+    order: Order | None = None,
 ) -> ShardDataset:
     cache = ShardCache(Path(cfg.cache_dir) if cfg.cache_dir else default_cache_dir(), cfg.cache_size)
     sources = cfg.sources
@@ -122,7 +129,8 @@ def _dataset(
     parts = [expand_shards(one, where, cfg.allow_pipe) for one in patterns]  # type: ignore[arg-type]
     windows = cfg.shuffle_shards * len(parts)
     reader = ShardReader([shard for part in parts for shard in part], cache, open_files=2 * windows)
-    order = _order(cfg, where, reader.counts(), [len(part) for part in parts], seed)
+    if order is None:
+        order = _order(cfg, where, reader.counts(), [len(part) for part in parts], seed)
     id_source = cfg.id
     if id_source == "auto":
         id_source = "key" if objective == "simclr" else "caption"
