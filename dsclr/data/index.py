@@ -17,6 +17,7 @@ from webdataset.tariterators import base_plus_ext
 
 from dsclr.config import ConfigError
 from dsclr.data.cache import fingerprint
+from dsclr.data.tars import end_damage
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ def index_tar(path: Path) -> list[Entry]:
                 if not entries or entries[-1].key != base:
                     entries.append(Entry(base, {}))
                 entries[-1].members.setdefault(extension.lower(), (member.offset_data, member.size))
+            else:
+                _warn_of_end(path, tar.offset, size)
     except tarfile.ReadError as error:
         raise ConfigError(f"{path} is not a tar file: {error}") from None
     return entries
@@ -75,6 +78,13 @@ def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
             return
         tar.members.clear()  # type: ignore[attr-defined]  # it keeps every header it has seen
         yield member
+
+
+def _warn_of_end(path: Path, end: int, size: int) -> None:
+    with path.open("rb") as file:
+        damage = end_damage(file.fileno(), end, size)
+    if damage is not None:
+        logger.warning("%s %s", path, damage)
 
 
 class ShardIndex(Sequence[Entry]):

@@ -179,3 +179,11 @@ def test_a_shard_that_vanishes_is_a_bad_sample(shards, tmp_path):
     with pytest.raises(BadSample) as error:
         reader.read(1, 0)
     assert error.value.cause == "unreadable_shard"
+
+
+def test_what_tarfile_ends_before_is_told(tmp_path, caplog):
+    first, second = (write_tar(tmp_path / f"{i}.tar", [(f"{i}.txt", b"text")]) for i in range(2))
+    joined = tmp_path / "joined.tar"
+    joined.write_bytes(first.read_bytes() + second.read_bytes())
+    assert len(load_index(joined, tmp_path / "cache")) == 1
+    assert "joined.tar goes on after its end mark" in caplog.text

@@ -22,9 +22,9 @@ import pytest
 from PIL import Image
 
 from dsclr.config import DataConfig, ModelConfig
-from dsclr.data import build_train_dataset
+from dsclr.data import build_train_dataset, tars
 from dsclr.data.causes import CAUSES
-from dsclr.data.checking import advice, check, duplicates, examine, sheet, tars
+from dsclr.data.checking import advice, check, duplicates, examine, sheet
 from dsclr.data.checking.findings import Findings, Odd, quantiles
 from dsclr.data.dataset import Sample, Skipped
 from dsclr.data.images import ImageReader

@@ -10,10 +10,10 @@ from tarfile import TarError
 from dsclr.config import ConfigError
 from dsclr.data.checking.examine import Examiner
 from dsclr.data.checking.findings import Example, Findings
-from dsclr.data.checking.tars import find_damage
 from dsclr.data.checking.workers import NOWHERE, Died, Watch, run
 from dsclr.data.dataset import ShardDataset
 from dsclr.data.index import load_index
+from dsclr.data.tars import find_damage
 
 # Samples a process looks at between two answers: large enough to hide the pipe, small enough to share one shard.
 CHUNK = 256

@@ -28,14 +28,19 @@ def find_damage(path: Path) -> str | None:
             except tarfile.TarError as error:
                 return f"damaged at byte {start:,} of {size:,} ({error}): what stands there and after it is never read"
             if member is None:
-                return _end_damage(file.fileno(), tar.offset, size)
+                return end_damage(file.fileno(), tar.offset, size)
             tar.members.clear()  # type: ignore[attr-defined]  # it keeps every header it has seen
             if member.isfile() and member.offset_data + member.size > size:
                 return f"cut off at byte {size:,}, in {member.name}: that sample is left out"
 
 
-def _end_damage(descriptor: int, end: int, size: int) -> str | None:
-    """Of what stands behind the last member: zeros are due, at least one block of them."""
+def end_damage(descriptor: int, end: int, size: int) -> str | None:
+    """What is wrong behind the last member: zeros are due, at least one block of them.
+
+    Args:
+        descriptor: of the open file, of ``size`` bytes.
+        end: where tarfile stopped.
+    """
     mark = os.pread(descriptor, _BLOCK, end)
     if len(mark) < _BLOCK:
         return f"ends at byte {size:,} without the end mark of a tar file: perhaps cut off between two members"
