@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dsclr.data.causes import BadSample
 
 # What Pillow decodes by itself. Not all it can open: some of its formats start other programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
+# With which a file is an image, if a damaged one.
+_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
 # Longer side over shorter side. A model sees a square: of anything longer hardly a part.
 MOST_ASPECT = 100
 
@@ -68,7 +71,7 @@ class ImageReader:
 
     def _decode(self, data: bytes, name: str) -> Image.Image:
         try:
-            with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
+            with _at_most(self.max_pixels), Image.open(io.BytesIO(data), formats=readable_formats()) as image:
                 self._check_size(image, name)
                 if self.shortest:
                     self._draft(image)
@@ -76,6 +79,8 @@ class ImageReader:
         except BadSample:
             raise
         except UnidentifiedImageError:
+            if data.startswith(_STARTS):
+                raise BadSample("broken_image", f"{name}: the header is damaged or cut off") from None
             known = ", ".join(readable_formats())
             raise BadSample("not_an_image", f"{name}: {len(data):,} bytes that are none of {known}") from None
         except Image.DecompressionBombError as error:
@@ -141,6 +146,19 @@ def readable_formats() -> tuple[str, ...]:
     """Those that this Pillow was built with."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@contextmanager
+def _at_most(pixels: int) -> Iterator[None]:
+    """Within, Pillow refuses larger images: by itself it has a limit of its own, and warns from half of it on."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = math.ceil(pixels / 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
 
 
 @contextmanager
