@@ -22,8 +22,8 @@ def read_captions(members: Members, source: str, empty: Literal["skip", "use"] =
     """All captions of a sample, stripped: of member ``source`` ("txt": one), or of "json:FIELD", a string or a list.
 
     Args:
-        empty: a sample without a caption that shows anything is bad ("skip"), or has the empty caption ("use"). Of several
-            captions the empty ones are left out either way.
+        empty: a sample without a caption that shows anything is bad ("skip"), or has the empty caption ("use"). Of
+            several captions the empty ones are left out either way.
 
     Raises:
         BadSample: missing_caption, broken_caption or empty_caption.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -150,13 +149,11 @@ def readable_formats() -> tuple[str, ...]:
 
 @contextmanager
 def _at_most(pixels: int) -> Iterator[None]:
-    """Within, Pillow refuses larger images: by itself it has a limit of its own, and warns from half of it on."""
+    """Within, this is also Pillow's limit, which would otherwise refuse what a user allows."""
     before = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = math.ceil(pixels / 2)
+    Image.MAX_IMAGE_PIXELS = pixels
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            yield
+        yield
     finally:
         Image.MAX_IMAGE_PIXELS = before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import tarfile
 import tempfile
 from collections import Counter
@@ -48,7 +49,8 @@ def index_tar(path: Path) -> list[Entry]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in _members(tar, path):
-                if member.isdir():
+                # Hidden files: macOS puts one beside each file, which would cut every sample in two.
+                if member.isdir() or posixpath.basename(member.name).startswith("."):
                     continue
                 # The bytes of a sparse file do not lie in the tar as they are read.
                 if not member.isfile() or member.issparse():

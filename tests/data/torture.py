@@ -238,7 +238,7 @@ def pngs() -> list[Case]:
         image("png-16-grey-trns", png(wide, 16, 0, chunk(b"tRNS", struct.pack(">H", 10 * 257))), grey_white, 1),
         image("png-16-grey-dark", png(GREY.astype(np.uint16), 16, 0), np.zeros_like(COLOURS), 1),
         image("png-16-rgb", png(deep, 16, 2), within=1),
-        image("png-16-rgb-trns", png(deep, 16, 2, chunk(b"tRNS", struct.pack(">HHH", *(v * 257 for v in (200, 30, 30))))),
+        image("png-16-rgb-trns", png(deep, 16, 2, chunk(b"tRNS", struct.pack(">HHH", *deep[0, 0]))),
               first_white, 1),
         image("png-16-rgba", png(np.dstack([deep, ALPHA.astype(np.uint16) * 257]), 16, 6), on_white(COLOURS, ALPHA), 1),
         image("png-16-la", png(np.dstack([wide, ALPHA.astype(np.uint16) * 257]), 16, 4), on_white(rgb(GREY), ALPHA), 1),
@@ -368,7 +368,9 @@ def no_images(trap: Path) -> list[Case]:
 
 def captions(trap: Path) -> list[Case]:
     fox = "ein Fuchs mit \u00e4rger"
-    odd = "e\u0301le\u0300ve \U0001f98a\U0001f468\u200d\U0001f469\u200d\U0001f467 \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627"
+    # Combining accents, joined emoji, Hebrew and Arabic.
+    odd = "e\u0301le\u0300ve \U0001f98a\U0001f468\u200d\U0001f469\u200d\U0001f467 \u05e9\u05dc\u05d5\u05dd"
+    odd += " \u0645\u0631\u062d\u0628\u0627"
     picture, unpickled = ("png", encode(COLOURS)), pickle.dumps(_Touch(trap))
     good = ("txt", b"a fox")
     return [
