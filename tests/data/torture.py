@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import itertools
@@ -18,6 +19,7 @@ from PIL import Image
 
 from dsclr.config import DataConfig
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader
+from dsclr.data.batch import Batch
 from tests.data.samples import SETTINGS, add
 
 SIDE = 32
@@ -200,7 +202,7 @@ def pngs() -> list[Case]:
     palette = Image.fromarray(quadrants(0, 1, 2, 3).astype(np.uint8), "L")
     palette = Image.frombytes("P", (SIDE, SIDE), palette.tobytes())
     entries = [(200, 30, 30), (30, 180, 40), (40, 50, 190), (220, 200, 60)]
-    palette.putpalette(itertools.chain.from_iterable(entries))
+    palette.putpalette(list(itertools.chain.from_iterable(entries)))
     two = Image.frombytes("P", (SIDE, SIDE), (BITS // 255).tobytes())
     two.putpalette([0, 0, 0, 255, 255, 255])
     first_white = COLOURS.copy()
@@ -359,7 +361,7 @@ def no_images(trap: Path) -> list[Case]:
         "ones": b"\xff" * 4000,
         "one-byte": b"\0",
         "zip": b"PK\x03\x04" + bytes(200),
-        "gzip": zlib.compress(encode(COLOURS), wbits=31),
+        "gzip": gzip.compress(encode(COLOURS)),
         "pickle": pickle.dumps(_Touch(trap)),
         "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
     }
@@ -475,7 +477,7 @@ class Outcome:
 
 def config(folder: Path, train: object, **options) -> DataConfig:
     defaults = {"workers": 0, "shuffle": False, "augment": "none", "max_bad_fraction": 1.0}
-    return DataConfig(**{"train": train, "cache_dir": str(folder / "cache"), **defaults, **options})  # type: ignore[arg-type]
+    return DataConfig(**{"train": train, "cache_dir": str(folder / "cache"), **defaults, **options})
 
 
 def train_once(cfg: DataConfig, samples: int, good: int, tokenizer=tokenize):
@@ -485,6 +487,7 @@ def train_once(cfg: DataConfig, samples: int, good: int, tokenizer=tokenize):
     loader = build_train_loader(cfg, dataset, good)
     batches = iter(loader)
     batch = next(batches)
+    assert isinstance(batch, Batch)
     skipped = {item.position: item for item in loader.take_skipped() if item.position < samples}
     outcomes = {at: Outcome(item.cause, item.detail) for at, item in skipped.items()}
     left = [position for position in range(samples) if position not in skipped]
