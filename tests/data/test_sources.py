@@ -188,8 +188,17 @@ def test_a_command_that_fails(tmp_path, folder, command):
 # A web server
 
 
+class _Server(ThreadingHTTPServer):
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.asked: Counter[str] = Counter()
+
+
 class _Handler(BaseHTTPRequestHandler):
     """/HOW/FILE: how the file comes."""
+
+    server: _Server
 
     def do_HEAD(self):
         self.answer(False)
@@ -222,8 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.folder, server.asked = folder, Counter()
+    server = _Server(folder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     yield server

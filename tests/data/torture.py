@@ -291,6 +291,8 @@ def tiffs() -> list[Case]:
     lab = np.dstack([quadrants(0, 128, 191, 255), np.zeros((SIDE, SIDE)), np.zeros((SIDE, SIDE))])
     neutral = rgb(quadrants(0, 119, 185, 255))
     levels = GREY.astype(np.float32)
+    pa = Image.frombytes("PA", (SIDE, SIDE), np.dstack([quadrants(0, 1, 2, 3), ALPHA]).astype(np.uint8).tobytes())
+    pa.putpalette([200, 30, 30, 30, 180, 40, 40, 50, 190, 220, 200, 60])
     inverted = encode(GREY, "TIFF")
     # Tag 262, type SHORT: 1 is black at zero, 0 white at zero.
     photometric = struct.pack("<HHIHH", 262, 3, 1, 1, 0)
@@ -309,6 +311,7 @@ def tiffs() -> list[Case]:
         image("tiff-16", encode(GREY.astype(np.uint16) * 257, "TIFF"), rgb(GREY), 1),
         image("tiff-int32", encode(GREY.astype(np.int32) * ((2**31 - 1) // 255), "TIFF"), rgb(GREY), 1),
         image("tiff-la", encode(np.dstack([GREY, ALPHA]), "TIFF"), on_white(rgb(GREY), ALPHA), 1),
+        image("tiff-pa", encode(pa, "TIFF"), on_white(COLOURS, ALPHA), 1),
         image("tiff-rgba", encode(np.dstack([COLOURS, ALPHA]), "TIFF"), on_white(COLOURS, ALPHA), 1),
         image("tiff-white-is-zero", inverted.replace(photometric, struct.pack("<HHIHH", 262, 3, 1, 0, 0)),
               rgb(255 - GREY)),
