@@ -12,6 +12,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 # Tries at a remote shard, and the seconds before the second one; each further wait is twice as long.
 ATTEMPTS = 4
 FIRST_WAIT = 1.0
+# A copy handed out so many seconds ago is not evicted: who asked for it has still to open it.
+IN_USE_SECONDS = 5.0
 
 
 def default_cache_dir() -> Path:
@@ -55,13 +58,16 @@ class ShardCache:
         if not self._needs_copy(shard):
             return Path(shard.address)
         copy = self._copy(shard)
-        if not copy.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{copy}.lock"):
-                if not copy.is_file():
-                    self._make(shard, copy)
-        os.utime(copy, (time.time(), copy.stat().st_mtime))
-        return copy
+        while True:
+            if not copy.is_file():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(f"{copy}.lock"):
+                    if not copy.is_file():
+                        self._make(shard, copy)
+            # Another process may have evicted it meanwhile.
+            with suppress(FileNotFoundError):
+                os.utime(copy, (time.time(), copy.stat().st_mtime))
+                return copy
 
     def is_ready(self, shard: Shard) -> bool:
         """Whether :meth:`local` has nothing to do."""
@@ -102,6 +108,7 @@ class ShardCache:
                 _fetch_patiently(shard, temporary)
             if _is_compressed(shard):
                 temporary = _unpacked(source, temporary, shard)
+            os.utime(temporary)
             os.replace(temporary, copy)
         finally:
             temporary.unlink(missing_ok=True)
@@ -118,10 +125,10 @@ class ShardCache:
             except FileNotFoundError:
                 continue  # another process was faster
         total = sum(size for _, size, _ in copies)
-        for _, size, path in sorted(copies):
+        for used, size, path in sorted(copies):
             if total <= self.limit_bytes:
                 return
-            if path != newest:
+            if path != newest and used < time.time() - IN_USE_SECONDS:
                 # A process that reads it has it open and is not disturbed.
                 path.unlink(missing_ok=True)
                 total -= size

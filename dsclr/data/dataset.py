@@ -12,7 +12,16 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from dsclr.data.causes import BadSample
-from dsclr.data.decode import Members, Tokenizer, hash_id, is_cut_off, padding_token, read_captions, read_id
+from dsclr.data.decode import (
+    Members,
+    Tokenizer,
+    hash_id,
+    is_cut_off,
+    padding_token,
+    read_captions,
+    read_id,
+    shortened,
+)
 from dsclr.data.images import ImageReader
 from dsclr.data.order import Order
 from dsclr.data.reader import ShardReader
@@ -126,8 +135,9 @@ class ShardDataset(Dataset):
         else:
             # Several captions: another one each time the sample comes round, the same whichever process reads it.
             caption = captions[seed % len(captions)] if self.choose_caption else captions[0]
-            b = self.tokenizer([caption])[0].to(torch.int64)
-            if is_cut_off(self.tokenizer, caption, b, self._padding):
+            text = shortened(caption)
+            b = self.tokenizer([text])[0].to(torch.int64)
+            if len(text) < len(caption) or is_cut_off(self.tokenizer, text, b, self._padding):
                 if self.captions.long == "skip":
                     raise BadSample("long_caption", f"{caption[:60]!r}... has more than {len(b)} tokens")
                 notes = [*notes, "truncated_captions"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -13,13 +15,15 @@ from dsclr.data.causes import BadSample
 
 Members = Mapping[str, bytes]
 
+_ENDLESS_WORD = re.compile(r"(\S{1000})\S+")
+
 
 def read_captions(members: Members, source: str, empty: Literal["skip", "use"] = "skip") -> list[str]:
     """All captions of a sample, stripped: of member ``source`` ("txt": one), or of "json:FIELD", a string or a list.
 
     Args:
-        empty: a sample without a caption that has letters is bad ("skip"), or has the empty caption ("use"). Of several
-            captions the empty ones are left out either way.
+        empty: a sample without a caption that shows anything is bad ("skip"), or has the empty caption ("use"). Of
+            several captions the empty ones are left out either way.
 
     Raises:
         BadSample: missing_caption, broken_caption or empty_caption.
@@ -40,10 +44,22 @@ def read_captions(members: Members, source: str, empty: Literal["skip", "use"] =
     captions = [caption.strip() for caption in captions]
     if any("\ud800" <= letter <= "\udfff" for caption in captions for letter in caption):
         raise BadSample("broken_caption", f"{source} holds half a surrogate pair, which is no text")
-    written = [caption for caption in captions if caption]
+    # UTF-16 without its mark passes for UTF-8 where it is all ASCII.
+    if any("\0" in caption for caption in captions):
+        raise BadSample("broken_caption", f"{source} holds zero bytes, which are no text (UTF-16?)")
+    written = [caption for caption in captions if any(map(_shows, caption))]
     if not written and empty == "skip":
         raise BadSample("empty_caption", f"{source} holds no text")
     return written or [""]
+
+
+def shortened(caption: str) -> str:
+    """With no word longer than any that people write: open_clip's tokenizer takes minutes over 100,000 letters."""
+    return _ENDLESS_WORD.sub(r"\1", caption)
+
+
+def _shows(letter: str) -> bool:
+    return unicodedata.category(letter) not in ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 def read_json_field(members: Members, field: str, cause: str) -> object:

@@ -17,6 +17,8 @@ from dsclr.data.causes import BadSample
 
 # What Pillow decodes by itself. Not all it can open: some of its formats start other programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
+# With which a file is an image, if a damaged one.
+_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
 # Longer side over shorter side. A model sees a square: of anything longer hardly a part.
 MOST_ASPECT = 100
 
@@ -68,7 +70,7 @@ class ImageReader:
 
     def _decode(self, data: bytes, name: str) -> Image.Image:
         try:
-            with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
+            with _at_most(self.max_pixels), Image.open(io.BytesIO(data), formats=readable_formats()) as image:
                 self._check_size(image, name)
                 if self.shortest:
                     self._draft(image)
@@ -76,6 +78,8 @@ class ImageReader:
         except BadSample:
             raise
         except UnidentifiedImageError:
+            if data.startswith(_STARTS):
+                raise BadSample("broken_image", f"{name}: the header is damaged or cut off") from None
             known = ", ".join(readable_formats())
             raise BadSample("not_an_image", f"{name}: {len(data):,} bytes that are none of {known}") from None
         except Image.DecompressionBombError as error:
@@ -141,6 +145,17 @@ def readable_formats() -> tuple[str, ...]:
     """Those that this Pillow was built with."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@contextmanager
+def _at_most(pixels: int) -> Iterator[None]:
+    """Within, this is also Pillow's limit, which would otherwise refuse what a user allows."""
+    before = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +37,25 @@ class Entry:
 def index_tar(path: Path) -> list[Entry]:
     """Scan the headers of an uncompressed tar. Consecutive members with one base name form a sample.
 
-    A tar that ends early yields its complete samples. Of members with the same name in a sample the first
-    counts.
+    A tar that ends early or is damaged yields the complete samples before that point. Of members with the same name in
+    a sample the first counts. Links, devices and sparse files are left out. A warning tells of all this.
 
     Raises:
         ConfigError: the file is no tar at all.
         OSError: it cannot be read.
     """
     entries: list[Entry] = []
+    left_out: Counter[str] = Counter()
     size = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as tar:
             for member in _members(tar, path):
-                if not member.isfile():
+                # Hidden files: macOS puts one beside each file, which would cut every sample in two.
+                if member.isdir() or posixpath.basename(member.name).startswith("."):
+                    continue
+                # The bytes of a sparse file do not lie in the tar as they are read.
+                if not member.isfile() or member.issparse():
+                    left_out["links, devices or sparse files"] += 1
                     continue
                 base, extension = base_plus_ext(member.name)
                 if base is None or not extension:
@@ -59,11 +67,17 @@ def index_tar(path: Path) -> list[Entry]:
                     break
                 if not entries or entries[-1].key != base:
                     entries.append(Entry(base, {}))
-                entries[-1].members.setdefault(extension.lower(), (member.offset_data, member.size))
-            else:
-                _warn_of_end(path, tar.offset, size)
+                elif extension.lower() in entries[-1].members:
+                    left_out["members whose sample has one of that name already"] += 1
+                    continue
+                entries[-1].members[extension.lower()] = member.offset_data, member.size
     except tarfile.ReadError as error:
-        raise ConfigError(f"{path} is not a tar file: {error}") from None
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        hint = " (it is compressed with gzip: name it .tar.gz)" if packed else ""
+        raise ConfigError(f"{path} is not a tar file: {error}{hint}") from None
+    for what, count in left_out.items():
+        logger.warning("%s: %d %s left out", path, count, what)
     return entries
 
 
@@ -75,14 +89,15 @@ def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
             logger.warning("%s is damaged (%s): samples after that point are left out", path, error)
             return
         if member is None:
+            _warn_of_end(path, tar.offset)
             return
         tar.members.clear()  # type: ignore[attr-defined]  # it keeps every header it has seen
         yield member
 
 
-def _warn_of_end(path: Path, end: int, size: int) -> None:
+def _warn_of_end(path: Path, end: int) -> None:
     with path.open("rb") as file:
-        damage = end_damage(file.fileno(), end, size)
+        damage = end_damage(file.fileno(), end, path.stat().st_size)
     if damage is not None:
         logger.warning("%s %s", path, damage)
 

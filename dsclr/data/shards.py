@@ -133,7 +133,7 @@ def _matches(name: str, where: str) -> list[str]:
 def _listed(name: str, where: str, allow_pipe: bool) -> list[Shard]:
     """The shards of an index file; addresses without a folder lie beside it."""
     try:
-        with fsspec.open(name, "rt", encoding="utf-8") as file:
+        with fsspec.open(name, "rt", encoding="utf-8-sig") as file:
             text = file.read()
     except ImportError as error:
         raise _needs_package(name, where, error) from None

@@ -46,7 +46,9 @@ def end_damage(descriptor: int, end: int, size: int) -> str | None:
         return f"ends at byte {size:,} without the end mark of a tar file: perhaps cut off between two members"
     if any(mark):
         # tarfile ends there without a word.
-        return f"no header at byte {end:,} of {size:,}: what stands there and after it is never read"
+        return (
+            f"is damaged at byte {end:,} of {size:,}, no header is there: what stands there and after it is never read"
+        )
     at = end
     while rest := os.pread(descriptor, _READ, at):
         if any(rest):

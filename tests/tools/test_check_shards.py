@@ -338,7 +338,7 @@ def damaged(tmp_path, kind):
     [
         ("in a member", "cut off at byte", 2),
         ("between members", "without the end mark", 2),
-        ("no header", "no header at byte", 2),
+        ("no header", "no header is there", 2),
         ("put together", "goes on after its end mark", 4),
     ],
 )
