@@ -7,4 +7,6 @@ setup_venv dev
 export PATH=$VENV/bin:$PATH
 ruff check .
 mypy
-python -m pytest "$@"
+# Two processes of one thread each: threads of several processes on the same cores would wait for each other.
+export OMP_NUM_THREADS=1
+python -m pytest --numprocesses 2 --dist worksteal "$@"

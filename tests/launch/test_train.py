@@ -43,7 +43,7 @@ def command(words, tmp_path, **environment):
     result = subprocess.run(
         [*words, "--set", f"dsclr.run.dir={tmp_path}/runs"],
         cwd=ROOT,
-        env=of_a_user(**{"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), **environment}),
+        env=of_a_user(**{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}),
         capture_output=True,
         text=True,
         timeout=500,
