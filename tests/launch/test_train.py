@@ -118,12 +118,12 @@ def test_a100_configuration_on_the_cpu(tmp_path):
         "dsclr.loss.k=1",
         "dsclr.model.pretrained=null",
     ]
-    words = ["deepspeed", "launch/train.py", "--deepspeed_config", "ds_configs/a100.json", "--max-steps", "2"]
+    words = ["deepspeed", "launch/train.py", "--deepspeed_config", "ds_configs/a100.json", "--max-steps", "1"]
     for override in overrides:
         words += ["--set", override]
     result = command(words, tmp_path)
     records = lines(tmp_path / "runs/a100/metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2]
+    assert [record["step"] for record in records] == [1]
     assert all(record["loss"] > 0 and record["grad_norm"] > 0 for record in records)
     assert "Warning:" not in result.stderr
 
@@ -285,6 +285,7 @@ def test_a_folder_with_another_run_is_left_alone(small, tmp_path, capsys):
     assert "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_images_kept_spilled_or_read_again_train_the_same_weights(small, tmp_path):
     train = [sys.executable, "launch/train.py", "--deepspeed_config", str(small)]
     train += [

@@ -49,7 +49,8 @@ def test_kept_or_run_again_is_bitwise_the_same(world, tmp_path, lora, checkpoint
 
     none, everything, auto = run(0), run(10**9), run("auto")
     per_row = graph_bytes(world, step_config(tmp_path, 3, 10**9, {"lora": lora}, **checkpointing))
-    half = run(int(per_row * ROWS / 2) + 1)
+    # Of four micro-batches: room for two and a half.
+    half = run(int(per_row * ROWS * 0.625))
     assert none["metrics"]["retained"] == 0
     assert half["metrics"]["retained"] == 0.5
     assert everything["metrics"]["retained"] == auto["metrics"]["retained"] == 1
@@ -233,7 +234,7 @@ def test_other_errors_are_not_taken_for_memory(world, tmp_path):
         engine_step(world, step_config(tmp_path, 6), make_batch(), prepare=prepare)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_one_rank_runs_out_and_both_recover(tmp_path, stage):
     config = step_config(
         tmp_path, 3, "auto", zero_optimization={"stage": stage}, dsclr={"negatives": {"across_ranks": "gather"}}
