@@ -76,12 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = read_config(options)
         dataset, image_size = build_dataset(config, options)
-        sources = read_sources(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        report = check_all(dataset, config, options, image_size, sources)
+        report = check_all(dataset, config, options, image_size)
         if options.json:
             options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except KeyboardInterrupt:
@@ -135,24 +134,7 @@ def _no_tokens(texts: list[str]) -> Any:
     return torch.zeros(len(texts), 1, dtype=torch.int64)
 
 
-def read_sources(config: Config) -> list[tuple[str, int, float]]:
-    """(name, shards, weight) of a mixture; empty without one. Raises ConfigError."""
-    from dsclr.data import expand_shards
-
-    data = config.dsclr.data
-    return [
-        (name, len(expand_shards(source.shards, allow_pipe=data.allow_pipe)), source.weight)
-        for name, source in zip(data.source_names, data.sources or [], strict=True)
-    ]
-
-
-def check_all(
-    dataset: ShardDataset,
-    config: Config,
-    options: argparse.Namespace,
-    image_size: int,
-    sources: list[tuple[str, int, float]],
-) -> dict[str, Any]:
+def check_all(dataset: ShardDataset, config: Config, options: argparse.Namespace, image_size: int) -> dict[str, Any]:
     """The report with its "advice" and "problems". Raises OSError for a contact sheet that cannot be written."""
     from tqdm import tqdm
 
@@ -174,6 +156,8 @@ def check_all(
 
         checked = check(dataset, options.workers, options.timeout, options.limit, show)
     batch_size = options.batch_size or config.raw.get("train_batch_size") or DEFAULT_BATCH_SIZE
+    weights = [source.weight for source in config.dsclr.data.sources or []]
+    sources = [(*source, weight) for source, weight in zip(dataset.sources.items(), weights, strict=True)]
     report = make_report(checked, dataset, batch_size, sources)
     most_bad = config.dsclr.data.max_bad_fraction
     report["advice"] = advise(report, config.dsclr.data, image_size, most_bad)

@@ -146,6 +146,7 @@ def _dataset(
         transform=transform,
         tokenizer=tokenizer if objective == "clip" else None,
         seed=seed,
+        sources=dict(zip(cfg.source_names, map(len, parts), strict=False)),
         choose_caption=choose_caption,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import logging
@@ -148,7 +149,7 @@ def _fetch_patiently(shard: Shard, target: Path) -> None:
             raise
         except Exception as error:
             # Each kind of store has exceptions of its own.
-            if attempt == ATTEMPTS or (isinstance(error, OSError) and error.errno == 28):
+            if attempt == ATTEMPTS or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
                 raise OSError(f"{shard} cannot be fetched after {attempt} attempt(s): {error}") from error
             logger.warning("%s: %s; attempt %d of %d failed, the next in %.0f s", shard, error, attempt, ATTEMPTS, wait)
             # Not all processes at the same moment.

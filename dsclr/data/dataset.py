@@ -89,6 +89,7 @@ class ShardDataset(Dataset):
         transform: of every view.
         tokenizer: of open_clip; None: ``b`` is a second view of the image.
         seed: of the augmentations, with the position.
+        sources: name -> shards, of a mixture in the order of its shards; empty without one.
         choose_caption: where a sample has several captions, draw one; False: the first.
     """
 
@@ -101,6 +102,7 @@ class ShardDataset(Dataset):
     transform: v2.Compose
     tokenizer: Tokenizer | None
     seed: int
+    sources: dict[str, int]
     choose_caption: bool = True
     _reads: int = field(default=0, repr=False)
 

@@ -42,12 +42,9 @@ def read_captions(members: Members, source: str, empty: Literal["skip", "use"] =
     else:
         raise BadSample("missing_caption", f"no {source} among {', '.join(sorted(members))}")
     captions = [caption.strip() for caption in captions]
-    if any("\ud800" <= letter <= "\udfff" for caption in captions for letter in caption):
-        raise BadSample("broken_caption", f"{source} holds half a surrogate pair, which is no text")
-    # UTF-16 without its mark passes for UTF-8 where it is all ASCII.
-    if any("\0" in caption for caption in captions):
-        raise BadSample("broken_caption", f"{source} holds zero bytes, which are no text (UTF-16?)")
-    written = [caption for caption in captions if any(map(_shows, caption))]
+    for caption in captions:
+        check_text(caption, source)
+    written = [caption for caption in captions if not is_blank(caption)]
     if not written and empty == "skip":
         raise BadSample("empty_caption", f"{source} holds no text")
     return written or [""]
@@ -58,8 +55,18 @@ def shortened(caption: str) -> str:
     return _ENDLESS_WORD.sub(r"\1", caption)
 
 
-def _shows(letter: str) -> bool:
-    return unicodedata.category(letter) not in ("Cc", "Cf", "Zl", "Zp", "Zs")
+def check_text(caption: str, where: str) -> None:
+    """Raises BadSample("broken_caption") for what no tokenizer should see."""
+    if any("\ud800" <= letter <= "\udfff" for letter in caption):
+        raise BadSample("broken_caption", f"{where} holds half a surrogate pair, which is no text")
+    # UTF-16 without its mark passes for UTF-8 where it is all ASCII.
+    if "\0" in caption:
+        raise BadSample("broken_caption", f"{where} holds zero bytes, which are no text (UTF-16?)")
+
+
+def is_blank(caption: str) -> bool:
+    """Whether nothing of a caption shows."""
+    return all(unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp", "Zs") for letter in caption)
 
 
 def read_json_field(members: Members, field: str, cause: str) -> object:

@@ -39,7 +39,7 @@ class ImageReader:
     extensions: tuple[str, ...]
     background: tuple[int, int, int] = (255, 255, 255)
     truncated: Literal["skip", "use"] = "skip"
-    max_pixels: int = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    max_pixels: int = 178_956_970
     shortest: int = 0
 
     def read(self, members: Mapping[str, bytes]) -> tuple[Image.Image, list[str]]:

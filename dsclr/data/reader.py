@@ -93,7 +93,8 @@ class ShardReader:
             except OSError as error:
                 self._close(shard)
                 why = f"{name}: {error}"
-                if wait is None or (name.is_local and isinstance(error, FileNotFoundError)):
+                # The cache was patient with a remote shard already; of its copy only eviction is worth another try.
+                if wait is None or name.is_local == isinstance(error, FileNotFoundError):
                     break
                 time.sleep(wait)
         self._failed[shard] = time.monotonic(), why

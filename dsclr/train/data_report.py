@@ -19,13 +19,11 @@ class DataReport:
     """
     Attributes:
         loader: of this rank.
-        sources: name -> number of shards, of a mixture in the order of its shards; empty without one.
         skipped_path: one JSON object a line for every sample that was skipped.
         runtime: of this process.
     """
 
     loader: TrainLoader
-    sources: dict[str, int]
     skipped_path: Path
     runtime: Runtime
 
@@ -63,6 +61,8 @@ class DataReport:
         names = [f"data/skipped_{cause}" for cause in CAUSES] + [f"data/{note}" for note in NOTES]
         found.update({name: count for name, count in zip(names, counted, strict=True) if count})
         found["data/shards_per_batch"] = int((of_shards > 0).sum())
-        for name, part in zip(self.sources, of_shards.split(list(self.sources.values()) or shards), strict=False):
-            found[f"data/share_{name}"] = float(part.sum() / of_shards.sum())
+        sources = self.loader.dataset.sources
+        if sources:
+            for name, part in zip(sources, of_shards.split(list(sources.values())), strict=True):
+                found[f"data/share_{name}"] = float(part.sum() / of_shards.sum())
         return found

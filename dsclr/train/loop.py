@@ -62,7 +62,6 @@ class Plan:
         dataset: of the training rows.
         tokenizer, settings: of the model.
         total_steps: length of the run.
-        sources: name -> shards, of a mixture.
     """
 
     config: Config
@@ -71,7 +70,6 @@ class Plan:
     tokenizer: Any
     settings: ImageSettings
     total_steps: int
-    sources: dict[str, int]
 
     def describe(self) -> dict[str, Any]:
         """For --dry-run: the resolved JSON and what follows from it."""
@@ -125,11 +123,7 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
             config.train_batch_size,
             dataset.order.epoch_samples,
         )
-    sources = {
-        name: len(expand_shards(source.shards, "dsclr.data.train", ours.data.allow_pipe))
-        for name, source in zip(ours.data.source_names, ours.data.sources or [], strict=True)
-    }
-    return Plan(config, folder, dataset, tokenizer, settings, total_steps, sources)
+    return Plan(config, folder, dataset, tokenizer, settings, total_steps)
 
 
 def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int | None = None) -> RunFolder:
@@ -194,7 +188,7 @@ class _Run:
         )
         self.loader.skipped.update(self.progress.skipped_samples)
         self.loader.notes.update(self.progress.noted_samples)
-        self.data_report = DataReport(self.loader, plan.sources, plan.folder.skipped, runtime)
+        self.data_report = DataReport(self.loader, plan.folder.skipped, runtime)
         # Now: a build of the C++ scan would otherwise count as the first step's time.
         if ours.loss.name == "topk":
             choose_backend(ours.loss.backend, runtime.device, torch.float32)

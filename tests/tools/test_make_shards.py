@@ -856,3 +856,13 @@ def test_as_a_user_calls_it(classes, tmp_path):
     assert "6.2% of the rows are bad" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(read(tmp_path / "out")) == 15
+
+
+def test_captions_are_judged_as_training_judges_them():
+    from dsclr.data.causes import BadSample
+    from dsclr.data.writing.captions import present_captions
+
+    assert present_captions([" a fox ", "\u200b\ufeff", " ", None, float("nan"), "nan"]) == ["a fox"]
+    for broken in ("a\0 \0f\0", "\ud800 half", 3):
+        with pytest.raises(BadSample, match="broken_caption"):
+            present_captions([broken])

@@ -9,14 +9,18 @@ from typing import Any
 
 from dsclr.config import ConfigError
 from dsclr.data.causes import BadSample
+from dsclr.data.decode import check_text, is_blank
 
 # What pandas makes of a missing value when a column is turned into text.
-MISSING = frozenset({"", "nan", "NaN", "None", "<NA>"})
+MISSING = frozenset({"nan", "NaN", "None", "<NA>"})
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value of a table stands for nothing: None, NaN, an empty text or the text of either."""
-    return value is None or value != value or (isinstance(value, str) and value.strip() in MISSING)
+    """Whether a value of a table stands for nothing: None, NaN, a text that shows nothing or the text of either."""
+    if isinstance(value, str):
+        # Zero bytes show nothing either, but are a fault and not a gap.
+        return value.strip() in MISSING or (is_blank(value) and "\0" not in value)
+    return value is None or value != value
 
 
 def present_captions(values: Iterable[Any]) -> list[str]:
@@ -29,8 +33,7 @@ def present_captions(values: Iterable[Any]) -> list[str]:
     for caption in captions:
         if not isinstance(caption, str):
             raise BadSample("broken_caption", f"{caption!r} is no text")
-        if any("\ud800" <= letter <= "\udfff" for letter in caption):
-            raise BadSample("broken_caption", f"{caption!r} holds half a surrogate pair, which is no text")
+        check_text(caption, repr(caption))
     return [caption.strip() for caption in captions]
 
 
