@@ -528,7 +528,9 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     """Names a section accepts, found by walking the pydantic models along an error's location."""
     model: type[BaseModel] = DsclrConfig
     for part in location:
-        field = model.model_fields.get(str(part))
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
         if field is None:
             return []
         inner = [a for a in _unwrap(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
@@ -539,16 +541,20 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _unwrap(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
+    """The types that a union or a list is made of, also one within the other."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
+        return tuple(inner for part in typing.get_args(annotation) for inner in _unwrap(part))
     return (annotation,)
 
 
 def _explain(error: ValidationError, section: dict[str, Any], source: str) -> str:
     complaints: dict[str, list[str]] = {}
+    reached: dict[str, int] = {}
     for problem in error.errors(include_url=False, include_context=False):
         location = problem["loc"]
         if problem["type"] == "extra_forbidden":
+            # Without the names of a union's branches, such as list[SourceConfig].
+            location = tuple(part for part in location if "[" not in str(part))
             names = _fields_at(location[:-1])
             key = f"unknown key {_dotted(location)}{_did_you_mean(str(location[-1]), names)}"
             complaints[f"{key} Accepted: {', '.join(sorted(names))}"] = []
@@ -568,7 +574,14 @@ def _explain(error: ValidationError, section: dict[str, Any], source: str) -> st
             message = message[0].lower() + message[1:]
             if problem["type"] == "model_type":
                 message = f"an object with {', '.join(sorted(_fields_at(location)))} is expected"
-            complaints.setdefault(f"{_dotted(location[:depth])} = {given!r}", []).append(message)
+            where = f"{_dotted(location[:depth])} = {given!r}"
+            # Of the branches of a union only the one that came furthest fits what the user meant.
+            if len(location) > reached.setdefault(where, len(location)):
+                reached[where] = len(location)
+                complaints[where] = []
+                message = f"{location[-1]}: {message}"
+            if len(location) == reached[where]:
+                complaints.setdefault(where, []).append(message)
     lines = [": ".join([where, " or ".join(messages)]) if messages else where for where, messages in complaints.items()]
     return f"{source}: " + "; ".join(lines)
 

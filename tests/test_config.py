@@ -96,6 +96,11 @@ def test_valid_negatives_are_counted_per_objective():
     ("ours", "message"),
     [
         ({"los": {}}, "unknown key dsclr.los; did you mean 'loss'?"),
+        ({"data": {"train": [{"shards": "a", "weight": 0}]}}, "'weight': 0}]: weight: input should be greater than 0"),
+        (
+            {"data": {"train": [{"shard": "a", "weight": 1}]}},
+            "unknown key dsclr.data.train.0.shard; did you mean 'shards'? Accepted: name, shards, weight",
+        ),
         ({"step": "spill"}, "dsclr.step = 'spill': an object with host_images, retain, spill_dir is expected"),
         ({"loss": {"kk": 1}}, "unknown key dsclr.loss.kk; did you mean 'k'?"),
         ({"loss": {"k": 0}}, "dsclr.loss.k = 0: input should be greater than or equal to 1"),
