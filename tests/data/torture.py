@@ -364,7 +364,7 @@ def no_images(trap: Path) -> list[Case]:
         "ones": b"\xff" * 4000,
         "one-byte": b"\0",
         "zip": b"PK\x03\x04" + bytes(200),
-        "gzip": gzip.compress(encode(COLOURS)),
+        "gzip": gzip.compress(encode(COLOURS), mtime=0),
         "pickle": pickle.dumps(_Touch(trap)),
         "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
     }
