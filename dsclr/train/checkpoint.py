@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dsclr.config import ConfigError
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import Bank
 from dsclr.rng import RandomState
 from dsclr.train.runtime import Runtime
 
@@ -59,7 +59,7 @@ class Checkpoints:
         """Oldest first."""
         return complete_checkpoints(self.folder)
 
-    def save(self, engine: Any, progress: Progress, bank: MemoryBank | None = None) -> Path:
+    def save(self, engine: Any, progress: Progress, bank: Bank | None = None) -> Path:
         """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last."""
         final = self.folder / f"step-{progress.step:08d}"
         temporary = self.folder / f"{final.name}.part"
@@ -94,7 +94,7 @@ class Checkpoints:
         dist.barrier()
         return final
 
-    def load(self, engine: Any, checkpoint: Path, bank: MemoryBank | None = None) -> Progress:
+    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None) -> Progress:
         """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
 
         Raises:

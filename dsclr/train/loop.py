@@ -32,7 +32,7 @@ from dsclr.models import (
     image_settings,
     save_trained,
 )
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import build_bank
 from dsclr.ops.native import choose_backend
 from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
@@ -169,8 +169,7 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
-        bank = ours.negatives.bank
-        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age)
+        self.bank = build_bank(ours.negatives.bank, runtime.world_size)
         self.progress = self._resume() if resume else Progress()
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
