@@ -28,9 +28,12 @@ class SelectedRows:
         self.wanted = transport.all_to_all(numbers % rows, self.asked, self.owed)
 
     def fetch(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.transport.all_to_all(x[self.wanted], self.owed, self.asked) for x in tensors)
+        sent = [x[self.wanted] for x in tensors]
+        self.transport.agree()
+        return tuple(self.transport.all_to_all(x, self.owed, self.asked) for x in sent)
 
     def give_back(self, contribution: Tensor, rows: int) -> Tensor:
+        self.transport.agree()
         received = self.transport.all_to_all(contribution, self.asked, self.owed)
         total = received.new_zeros((rows, *received.shape[1:]))
         # One rank after the other: a row is at most once in each part, so the order of the sum is fixed.
@@ -52,6 +55,7 @@ def select(
     first, end = transport.rank * rows, (transport.rank + 1) * rows
     others = sum(len(x) - int(((x >= first) & (x < end)).sum()) for x in numbers)
     counts = numbers[0].new_empty(transport.world_size)
+    transport.agree()
     transport.gather(counts, numbers[0].new_tensor([others])).wait()
     if int(counts.sum()) * selected_bytes >= visit_bytes * transport.world_size:
         return None
