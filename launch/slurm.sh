@@ -40,6 +40,11 @@ master_port=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 # torchrun gives ranks that a SIGTERM meets (preemption) 30 seconds by default, which can be less than a step.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 
+# Since Slurm 22.05 srun gives a task one core if it is not told so again.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
+
 # Slurm signals every process of a task: torchrun has to ignore the USR1 that is meant for the ranks.
 # --wait: when a node has failed, the others would wait for it for ever.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120 \

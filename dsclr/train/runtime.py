@@ -59,11 +59,12 @@ def start() -> Runtime:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     else:
-        if place.local_rank >= accelerator.device_count():
+        if place.local_world_size > accelerator.device_count():
             raise ConfigError(
-                f"rank {place.rank} needs device {place.local_rank}, but sees {accelerator.device_count()} devices: "
-                "start as many ranks a machine as it has devices, all of them visible to every rank "
-                "(srun: --gpus-per-node, without --gpus-per-task and --gpu-bind)"
+                f"{place.local_world_size} ranks on this machine need a device each, but see "
+                f"{accelerator.device_count()}: start as many ranks as there are devices, all of them visible to every "
+                "rank (srun: --gpus-per-node, without --gpus-per-task and --gpu-bind). How many ranks this machine "
+                "has is what LOCAL_WORLD_SIZE says"
             )
         accelerator.set_device(place.local_rank)
         device = torch.device(accelerator.device_name(place.local_rank))

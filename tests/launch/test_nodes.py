@@ -28,6 +28,7 @@ JOB = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_JOB_NODELIST": "node[0-1]",
+    "SLURM_CPUS_PER_TASK": "16",
     "RANKS_PER_NODE": "1",
 }
 
@@ -208,7 +209,8 @@ def test_two_network_namespaces_train_what_one_node_trains(one_node, tmp_path, n
 STUB = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(85))
-pathlib.Path(f"started-{os.environ['RANK']}").write_text(" ".join(sys.argv[1:]))
+started = " ".join([os.environ["SRUN_CPUS_PER_TASK"], *sys.argv[1:]])
+pathlib.Path(f"started-{os.environ['RANK']}").write_text(started)
 if os.environ["ENDS"] == "failed":
     sys.exit(3)
 time.sleep(100)
@@ -240,7 +242,7 @@ def test_slurm_queues_a_run_again_that_stopped_for_its_time_limit(tmp_path, ends
     assert code == status, (tmp_path / "0.log").read_text()
     requeued = tmp_path / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == ("4711\n" if status == 85 else "")
-    assert ranks[0].read_text() == "--deepspeed_config run.json --resume auto --set a=b c"
+    assert ranks[0].read_text() == "16 --deepspeed_config run.json --resume auto --set a=b c"
 
 
 @pytest.mark.parametrize(

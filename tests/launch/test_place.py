@@ -91,7 +91,7 @@ def test_half_a_place_is_an_error_and_no_endless_wait(environment, capsys, value
     assert message in error
 
 
-def test_a_rank_without_a_device_of_its_own_is_an_error(environment, monkeypatch):
+def test_more_ranks_than_devices_are_an_error(environment, monkeypatch):
     class OneGpu:
         def device_name(self):
             return "cuda"
@@ -101,5 +101,5 @@ def test_a_rank_without_a_device_of_its_own_is_an_error(environment, monkeypatch
 
     environment({**TASK, **MEET})
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", OneGpu)
-    with pytest.raises(ConfigError, match=r"rank 5 needs device 2, but sees 1 devices: .*--gpus-per-task"):
+    with pytest.raises(ConfigError, match=r"3 ranks on this machine need a device each, but see 1: .*--gpus-per-task"):
         runtime.start()
