@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from dsclr.config import Config
 from dsclr.data import BatchLike
-from dsclr.losses import Keys, Loss, LossOutput, SharedKeys, build_loss, streams_keys
+from dsclr.losses import Keys, Loss, LossOutput, SharedKeys, backward_of_collected, build_loss, streams_keys
 from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
 from dsclr.models.statistics import capture_statistics, frozen_statistics
 from dsclr.negatives import EXCHANGES, Bank, Exchange
-from dsclr.ops.shared import Back, SharedRows, Visit
+from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
 from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
@@ -210,7 +210,8 @@ class ContrastiveStep:
                 output, rows = self._streamed(self.exchange, a, b, scale, ids, number)
                 output.loss.backward()
             else:
-                output, rows = self._collected(self.exchange, a, b, scale, ids, number)
+                bank = () if self.bank is None else self.bank.keys(number)
+                output, rows = backward_of_collected(self.loss_fn, self.exchange, a, b, scale, ids, bank)
             return output, rows
 
         output, rows = self._together("loss", loss)
@@ -230,30 +231,6 @@ class ContrastiveStep:
             if self.bank.wants_all_rows:
                 rows = exchange.share(a.detach(), b.detach(), ids)
         return self.loss_fn(a, b, scale, ids, SharedKeys(exchange, rows, bank, bank_rows)), rows
-
-    def _collected(
-        self, exchange: Exchange, a: Tensor, b: Tensor, scale: Tensor, ids: Tensor, number: int
-    ) -> tuple[LossOutput, SharedRows]:
-        """The loss over keys of all ranks at once, and backward; the keys' gradients go back to their owners."""
-        rows = exchange.share(a.detach(), b.detach(), ids)
-        all_a, all_b, all_ids = rows.collect()
-        keys = Keys(
-            all_a.requires_grad_(),
-            all_b.requires_grad_(),
-            all_ids,
-            () if self.bank is None else self.bank.keys(number),
-        )
-        output = self.loss_fn(a, b, scale, ids, keys)
-        output.loss.backward()
-        of_keys = _gradient(all_a), _gradient(all_b)
-
-        def give(some: Visit) -> list[Tensor]:
-            first = some.owner * len(a) + some.start
-            return [grad[first : first + len(some.rows[0])] for grad in of_keys]
-
-        for own, grad in zip((a, b), rows.visit(give, back=[Back(torch.zeros_like(x)) for x in (a, b)]), strict=True):
-            own.grad = _gradient(own) + grad
-        return output, rows
 
     def _forward(self, batch: BatchLike) -> list[_Chunk]:
         """The first pass, with the graphs of the first chunks."""
