@@ -12,6 +12,7 @@ from tests.environment import of_a_user
 from tests.scripts import ROOT, load_script
 
 
+@pytest.mark.slow
 def test_every_scheme_is_measured_beside_its_formula(tmp_path):
     output = tmp_path / "bench.json"
     words = ["--ranks", "2", "--rows", "32", "--dim", "8", "--k", "4", "--repeats", "1", "--output", str(output)]
