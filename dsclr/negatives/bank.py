@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ class MemoryBank:
     stored copy of a row in the current batch shares its id and is therefore never a negative of it.
     """
 
-    def __init__(self, size: int, max_age: int | None = None) -> None:
+    def __init__(self, size: int, max_age: int | None = None, shared: bool = False) -> None:
         """
         Args:
             size: rows kept, at least 1.
             max_age: in steps; None: any age.
+            shared: all ranks add the same rows, those of all of them.
 
         Raises:
             ValueError: out of range.
@@ -30,7 +32,7 @@ class MemoryBank:
             raise ValueError(f"size = {size}, at least 1 is needed")
         if max_age is not None and max_age < 1:
             raise ValueError(f"max_age = {max_age}, at least 1 is needed")
-        self.size, self.max_age = size, max_age
+        self.size, self.max_age, self.shared = size, max_age, shared
         # Slots are filled in a circle; the oldest row is overwritten first. Allocated with the first rows.
         self._a: Tensor | None = None
         self._b: Tensor | None = None
@@ -93,6 +95,25 @@ class MemoryBank:
             "steps": self._steps,
             "next": self._next,
         }
+
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """What a rank saves; None: what it holds is saved by another."""
+        return None if self.shared and rank > 0 else self.state_dict()
+
+    def joined(self, parts: Sequence[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any] | None:
+        """A rank's state from what the ranks of an earlier process saved, which may be more or fewer.
+
+        Args:
+            parts: of :meth:`part`, by rank.
+            rank, world_size: of this process.
+
+        Returns:
+            For :meth:`load_state_dict`; None: these parts cannot be shared out so.
+        """
+        if not self.shared:
+            return parts[rank] if len(parts) == world_size else None
+        saved = [part for part in parts if part is not None]
+        return saved[0] if len(saved) == 1 else None
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a state.

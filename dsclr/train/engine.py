@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.utils import register_output_backward_hooks
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from dsclr.config import Config, ConfigError
+from dsclr.train.masters import find_places
 
 # Schedulers of DeepSpeed whose length is the run's, unless the JSON says otherwise.
 _TIMED_SCHEDULERS = ("WarmupCosineLR", "WarmupDecayLR")
@@ -91,6 +91,7 @@ def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     except (ValueError, AssertionError, KeyError, TypeError) as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {type(error).__name__}: {error}") from error
+    find_places(engine)
     return engine
 
 
@@ -126,19 +127,3 @@ class _Given(torch.autograd.Function):
 def loss_scale(engine: Any) -> float:
     """What fp16 gradients are multiplied with until the optimizer; 1 in other precisions."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-
-
-def master_value(parameter: nn.Parameter) -> Tensor:
-    """The fp32 value the optimizer keeps of a parameter, whole on every rank (a collective under ZeRO)."""
-    value = safe_get_full_fp32_param(parameter)
-    return (parameter if value is None else value).detach().float().reshape(parameter.shape).clone()
-
-
-def clamp_master(parameter: nn.Parameter, maximum: float) -> None:
-    """Clamp a parameter where the optimizer keeps it; clamping the bf16 copy alone would be overwritten."""
-    value = master_value(parameter)
-    if bool((value > maximum).any()):
-        value.clamp_(max=maximum)
-        safe_set_full_fp32_param(parameter, value)
-        with torch.no_grad():
-            parameter.copy_(value)

@@ -19,6 +19,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from dsclr.config import Config, ConfigError
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
 from dsclr.data.dataset import ShardDataset
+from dsclr.data.order import Slots
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.losses import build_loss
 from dsclr.memory import capacity_bytes, peak_bytes
@@ -41,7 +42,8 @@ from dsclr.report.run_folder import RunFolder, write_atomically
 from dsclr.retention import Retention
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.data_report import DataReport
-from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.engine import build_engine, engine_config
+from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
 
@@ -170,18 +172,21 @@ class _Run:
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
         bank = ours.negatives.bank
-        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age)
-        self.progress = self._resume() if resume else Progress()
+        shared = ours.negatives.across_ranks != "off" or runtime.world_size == 1
+        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age, shared)
+        rows = plan.config.train_batch_size // runtime.world_size
+        self.progress = self._resume() if resume else Progress(slots=Slots(rows, runtime.world_size))
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
             plan.folder.write_config(plan.config)
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
-            plan.config.train_batch_size // runtime.world_size,
+            rows,
             rank=runtime.rank,
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
+            slots=self.progress.slots,
             consumed=self.progress.consumed,
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
@@ -239,7 +244,7 @@ class _Run:
         complete = self.checkpoints.complete()
         if not complete:
             raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
-        progress = self.checkpoints.load(self.engine, complete[-1], self.bank)
+        progress = self.checkpoints.load(self.engine, complete[-1], self.bank, self.plan.config.dsclr.run.seed)
         if self.runtime.is_main:
             truncate_after(self.plan.folder.metrics, progress.step)
             truncate_after(self.plan.folder.evaluations, progress.step)

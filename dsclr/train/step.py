@@ -24,7 +24,8 @@ from dsclr.models.statistics import capture_statistics, frozen_statistics
 from dsclr.negatives import KEY_SOURCES, MemoryBank
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
+from dsclr.train.engine import deliver_gradients, loss_scale
+from dsclr.train.masters import clamp_master, master_value
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from dsclr.data import Batch
 from dsclr.models import build_model, enable_activation_checkpointing
 from dsclr.retention import Retention
 from dsclr.train import runtime
-from dsclr.train.engine import build_engine, engine_config, master_value, parameter_groups
+from dsclr.train.engine import build_engine, engine_config, parameter_groups
+from dsclr.train.masters import master_value
 from dsclr.train.step import ContrastiveStep, build_step
 from tests.oracle import dense_loss
 
