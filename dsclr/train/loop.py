@@ -46,6 +46,7 @@ from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
+from dsclr.train.timing import rank_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -174,15 +175,15 @@ class _Run:
         bank = ours.negatives.bank
         shared = ours.negatives.across_ranks != "off" or runtime.world_size == 1
         self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age, shared)
-        rows = plan.config.train_batch_size // runtime.world_size
-        self.progress = self._resume() if resume else Progress(slots=Slots(rows, runtime.world_size))
+        self.rows = plan.config.train_batch_size // runtime.world_size
+        self.progress = self._resume() if resume else Progress(slots=Slots(self.rows, runtime.world_size))
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
             plan.folder.write_config(plan.config)
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
-            rows,
+            self.rows,
             rank=runtime.rank,
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
@@ -262,7 +263,8 @@ class _Run:
         first_step = saved_at = self.progress.step
         while self.progress.step < last_step:
             started = time.perf_counter()
-            batch = next(batches)
+            with self.step.clock.waiting_for_data():
+                batch = next(batches)
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
             result = self.step(batch, self.progress.step)
             # Before the next one is made: two would take twice the memory, or the disk.
@@ -313,7 +315,9 @@ class _Run:
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
-        data_metrics = self.data_report.metrics()
+        of_data = self.data_report.counts()
+        of_ranks = self.step.clock.counts(self.runtime.rank, self.runtime.world_size)
+        counts = self.runtime.added([*of_data, *of_ranks])
         if not self.runtime.is_main:
             return
         record: dict[str, Any] = {
@@ -330,7 +334,8 @@ class _Run:
             "peak_bytes": peak_bytes(self.runtime.device),
             "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
-            **data_metrics,
+            **rank_metrics(counts[len(of_data) :], self.rows, seconds),
+            **self.data_report.metrics(counts[: len(of_data)]),
         }
         append_line(self.plan.folder.metrics, record)
         self.engine.monitor.write_events(tensorboard_events(record, "train"))

@@ -22,6 +22,13 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def added(self, counts: list[int]) -> list[int]:
+        """Element by element over all ranks, which call this together with lists of one length."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        summed: list[int] = total.tolist()
+        return summed
+
 
 def world_size_from_environment() -> int:
     """Ranks that the launcher (deepspeed, torchrun, srun) announced; 1 without one."""

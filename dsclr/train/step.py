@@ -26,6 +26,7 @@ from dsclr.retention import Retention
 from dsclr.rng import RandomState
 from dsclr.train.engine import deliver_gradients, loss_scale
 from dsclr.train.masters import clamp_master, master_value
+from dsclr.train.timing import StepClock
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class ContrastiveStep:
 
     Attributes:
         recoveries: how often a step was done again.
+        clock: told of the phases in which this rank works alone.
     """
 
     engine: Any
@@ -130,6 +132,7 @@ class ContrastiveStep:
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
         self._flags = torch.zeros(3, device=self.device)
@@ -301,7 +304,8 @@ class ContrastiveStep:
         result: T | None = None
         failed = False
         try:
-            result = work()
+            with self.clock.working():
+                result = work()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

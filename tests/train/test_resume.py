@@ -192,6 +192,26 @@ def test_counts_of_skipped_samples_add_up_over_a_change_of_ranks(folder, name):
     assert {line["key"] for line in skipped} == {f"{number:06d}" for number in BROKEN}
 
 
+def test_metrics_name_the_rank_that_the_others_wait_for(folder):
+    for name, ranks in (("grown", 2), ("straight", 1)):
+        line = lines(folder / name / "metrics.jsonl")[-1]
+        assert line["slowest_rank"] in range(ranks)
+        assert 0 < line["rank_seconds_max"] <= line["step_seconds"]
+        rates = [line[f"rank_samples_per_second_{which}"] for which in ("min", "mean", "max")]
+        assert rates == sorted(rates)
+        assert rates[0] == pytest.approx(8 / ranks / line["rank_seconds_max"])
+        assert 0 < line["data_wait_share"] <= line["data_wait_share_max"] < 1
+
+
+@pytest.mark.slow
+def test_two_ranks_become_four(folder, tmp_path):
+    shutil.copytree(folder / "shrunk", folder / "four")
+    shutil.rmtree(folder / "four/checkpoints/step-00000006")
+    spawn(4, run, run_config(folder, "four", micro=1), True)
+    for expected, line in zip(*(lines(folder / run / "metrics.jsonl") for run in ("straight", "four")), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_as_many_ranks_it_goes_on_bit_for_bit(world, tmp_path, monkeypatch, stage, precision):
