@@ -42,6 +42,7 @@ from dsclr.report.run_folder import RunFolder, write_atomically
 from dsclr.retention import Retention
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.data_report import DataReport
+from dsclr.train.determinism import explained, make_deterministic
 from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
@@ -157,6 +158,8 @@ class _Run:
     def __init__(self, plan: Plan, runtime: Runtime, resume: bool) -> None:
         self.plan, self.runtime = plan, runtime
         ours = plan.config.dsclr
+        if ours.run.deterministic:
+            make_deterministic()
         # Every rank makes the same weights, then draws its own dropout.
         torch.manual_seed(ours.run.seed)
         self.model: ContrastiveModel = build_model(ours.model, ours.objective)
@@ -266,7 +269,8 @@ class _Run:
             with self.step.clock.waiting_for_data():
                 batch = next(batches)
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
-            result = self.step(batch, self.progress.step)
+            with explained():
+                result = self.step(batch, self.progress.step)
             # Before the next one is made: two would take twice the memory, or the disk.
             del batch
             seconds = time.perf_counter() - started

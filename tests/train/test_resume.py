@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -15,13 +14,14 @@ from dsclr.data import Batch
 from dsclr.data.order import Slots
 from dsclr.negatives import MemoryBank
 from dsclr.rng import RandomState, seed_rank
-from dsclr.train import engine_state, make_plan, train
+from dsclr.train import engine_state
 from dsclr.train.checkpoint import Checkpoints, Progress
 from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.masters import master_value
 from dsclr.train.step import build_step
 from tests.data.samples import write_shard
-from tests.train.steps import LORA, ROWS, make_batch, make_config, make_model, model_file, named, spawn
+from tests.train.runs import lines, run, run_config
+from tests.train.steps import LORA, ROWS, make_batch, make_config, make_model, named, spawn
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}}
@@ -89,37 +89,6 @@ def adam_config(folder: Path, stage: int, **changes) -> Config:
     )
 
 
-def run_config(folder: Path, name: str, stage: int = 2, micro: int = 4) -> Config:
-    """A whole run on shards with broken samples, with a bank."""
-    return Config(
-        {
-            "train_batch_size": 8,
-            "train_micro_batch_size_per_gpu": micro,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "scheduler": COSINE,
-            "zero_optimization": {"stage": stage},
-            "tensorboard": {"enabled": False},
-            "dsclr": {
-                "run": {"name": name, "dir": str(folder), "max_steps": 6},
-                "model": {
-                    "name": model_file(folder, context_length=16, vocab_size=49408),
-                    "lora": LORA,
-                    "logit_scale": {"init": 10.0},
-                },
-                "data": {"train": f"{folder}/s*.tar", "workers": 0, "max_bad_fraction": 1.0, "shuffle_shards": 3},
-                "loss": {"name": "topk", "k": 5, "block_size": 4, "backend": "torch"},
-                "negatives": {"across_ranks": "gather", "bank": {"size": 20}},
-            },
-        }
-    )
-
-
-def run(world, config: Config, resume: bool = False, stop_after: int | None = None) -> None:
-    plan = make_plan(config, world.world_size, world.device)
-    plan.folder.check(plan.config, resume)
-    train(plan, world, resume=resume, stop_after=stop_after)
-
-
 def on_two_ranks(world, folder: Path, adam: list[Config], grown: Config, shrunk: Config) -> None:
     for before, now in itertools.product(STAGES, STAGES):
         trainer = Trainer(world, adam[now], folder / f"two-{before}-{now}")
@@ -169,13 +138,9 @@ def test_what_two_ranks_wrote_one_rank_holds(world, folder, tmp_path, before):
     assert_same(contents(folder / f"one-{before}/step-00000002"), contents(trainer.save(2)))
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", ["grown", "shrunk"])
 def test_a_run_on_another_number_of_ranks_goes_on_as_if_nothing_had_changed(folder, name):
-    straight, other = (lines(folder / run / "metrics.jsonl") for run in ("straight", name))
+    straight, other = (lines(folder / one / "metrics.jsonl") for one in ("straight", name))
     assert [line["step"] for line in other] == [1, 2, 3, 4, 5, 6]
     for expected, line in zip(straight, other, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -208,7 +173,8 @@ def test_two_ranks_become_four(folder, tmp_path):
     shutil.copytree(folder / "shrunk", folder / "four")
     shutil.rmtree(folder / "four/checkpoints/step-00000006")
     spawn(4, run, run_config(folder, "four", micro=1), True)
-    for expected, line in zip(*(lines(folder / run / "metrics.jsonl") for run in ("straight", "four")), strict=True):
+    straight, four = (lines(folder / name / "metrics.jsonl") for name in ("straight", "four"))
+    for expected, line in zip(straight, four, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
