@@ -247,6 +247,12 @@ def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
         (['dsclr.negatives.bank={"size":0}'], "dsclr.negatives.bank.size"),
         (['fp16={"enabled": true}'], "fp16 does not run on a CPU"),
         (["zero_optimization.stage=3"], "stages 0, 1 and 2"),
+        (['zero_optimization.offload_param={"device":"cpu"}'], "offload_param is for stage 3"),
+        (
+            ['zero_optimization={"stage":0,"offload_optimizer":{"device":"cpu"}}'],
+            "needs zero_optimization.stage 1 or 2",
+        ),
+        (['zero_optimization.offload_optimizer={"device":"nvme"}'], "device = nvme, accepted: cpu or none"),
         (["optimizer=null"], 'no "optimizer"'),
         (["dsclr.step.retain=much"], "dsclr.step.retain"),
         (["dsclr.step.retain=-1"], "no size in bytes"),
