@@ -1,6 +1,6 @@
 """Contrastive losses. A loss knows embeddings, keys and ids; it never communicates."""
 
-from dsclr.losses.base import Keys, Loss, LossOutput
+from dsclr.losses.base import Keys, Loss, LossOutput, SharedKeys, streams_keys
 from dsclr.losses.build import LOSSES, build_loss
 from dsclr.losses.clip import StreamingClipLoss
 from dsclr.losses.dense import DenseInfoNCE
@@ -14,7 +14,9 @@ __all__ = [
     "Keys",
     "Loss",
     "LossOutput",
+    "SharedKeys",
     "StreamingClipLoss",
     "TopKInfoNCE",
     "build_loss",
+    "streams_keys",
 ]

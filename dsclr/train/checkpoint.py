@@ -15,7 +15,7 @@ from torch import nn
 
 from dsclr.config import ConfigError
 from dsclr.data.order import Slots
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import Bank
 from dsclr.train.run_state import read_run, write_run
 from dsclr.train.runtime import Runtime
 
@@ -65,7 +65,7 @@ class Checkpoints:
         """Oldest first."""
         return complete_checkpoints(self.folder)
 
-    def save(self, engine: Any, progress: Progress, bank: MemoryBank | None = None) -> Path:
+    def save(self, engine: Any, progress: Progress, bank: Bank | None = None) -> Path:
         """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last."""
         final = self.folder / f"step-{progress.step:08d}"
         temporary = self.folder / f"{final.name}.part"
@@ -84,7 +84,7 @@ class Checkpoints:
         dist.barrier()
         return final
 
-    def load(self, engine: Any, checkpoint: Path, bank: MemoryBank | None = None, seed: int = 0) -> Progress:
+    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None, seed: int = 0) -> Progress:
         """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
 
         Another number of ranks, ZeRO stage or precision than it was written with will do, see

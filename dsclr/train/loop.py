@@ -33,7 +33,7 @@ from dsclr.models import (
     image_settings,
     save_trained,
 )
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import build_bank
 from dsclr.ops.native import choose_backend
 from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
@@ -175,9 +175,7 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
-        bank = ours.negatives.bank
-        shared = ours.negatives.across_ranks != "off" or runtime.world_size == 1
-        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age, shared)
+        self.bank = build_bank(ours.negatives.bank, runtime.world_size, ours.negatives.across_ranks)
         self.rows = plan.config.train_batch_size // runtime.world_size
         self.progress = self._resume() if resume else Progress(slots=Slots(self.rows, runtime.world_size))
         if runtime.is_main:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsclr.config import ConfigError
 from dsclr.data.order import Slots
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import Bank
 from dsclr.rng import RandomState, seed_rank
 from dsclr.train.engine_state import load_engine, save_engine
 from dsclr.train.runtime import Runtime
@@ -29,7 +29,7 @@ _OF_RANK = ("consumed", *_COUNTS)
 
 
 def write_run(
-    folder: Path, runtime: Runtime, engine: Any, progress: dict[str, Any], bank: MemoryBank | None, *, frozen: bool
+    folder: Path, runtime: Runtime, engine: Any, progress: dict[str, Any], bank: Bank | None, *, frozen: bool
 ) -> None:
     """Write everything into a folder that exists; all ranks together.
 
@@ -61,7 +61,7 @@ def write_run(
     )
 
 
-def read_run(folder: Path, runtime: Runtime, engine: Any, bank: MemoryBank | None, seed: int) -> dict[str, Any]:
+def read_run(folder: Path, runtime: Runtime, engine: Any, bank: Bank | None, seed: int) -> dict[str, Any]:
     """Continue from :func:`write_run`, bit for bit on as many ranks.
 
     On another number of ranks weights, optimizer, schedule, counts and the place in the data are the same; the rows of
@@ -115,7 +115,7 @@ def read_run(folder: Path, runtime: Runtime, engine: Any, bank: MemoryBank | Non
     return progress
 
 
-def _read_bank(folder: Path, runtime: Runtime, bank: MemoryBank, ranks: int) -> None:
+def _read_bank(folder: Path, runtime: Runtime, bank: Bank, ranks: int) -> None:
     parts = [_rank_state(folder, rank)["bank"] for rank in range(ranks)]
     if all(part is None for part in parts):
         raise ConfigError(f"{folder} holds no memory bank: resume without dsclr.negatives.bank")

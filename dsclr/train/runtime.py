@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dsclr.config import ConfigError
+from dsclr.launcher import find_place
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -30,11 +33,6 @@ class Runtime:
         return summed
 
 
-def world_size_from_environment() -> int:
-    """Ranks that the launcher (deepspeed, torchrun, srun) announced; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def device_type() -> torch.device:
     """The kind of device DeepSpeed will use, without touching it."""
     from deepspeed.accelerator import get_accelerator
@@ -47,8 +45,12 @@ def start() -> Runtime:
 
     On a CPU the backend is gloo, DeepSpeed compiles nothing, and the ranks of a machine share its processors
     unless OMP_NUM_THREADS says otherwise.
+
+    Raises:
+        ConfigError: the environment holds half a group, or the machine shows fewer devices than it has ranks.
     """
-    if "RANK" not in os.environ:
+    place = find_place()
+    if not os.environ.get("RANK"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -56,23 +58,26 @@ def start() -> Runtime:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(
-        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
-    )
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # Compiling this op takes minutes and a compiler; gloo does its work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         device = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     else:
-        accelerator.set_device(local_rank)
-        device = torch.device(accelerator.device_name(local_rank))
+        if place.local_world_size > accelerator.device_count():
+            raise ConfigError(
+                f"{place.local_world_size} ranks on this machine need a device each, but see "
+                f"{accelerator.device_count()}: start as many ranks as there are devices, all of them visible to every "
+                "rank (srun: --gpus-per-node, without --gpus-per-task and --gpu-bind). How many ranks this machine "
+                "has is what LOCAL_WORLD_SIZE says"
+            )
+        accelerator.set_device(place.local_rank)
+        device = torch.device(accelerator.device_name(place.local_rank))
     if not dist.is_initialized():
         deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
-    return Runtime(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
+    return Runtime(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, device)
 
 
 def stop() -> None:

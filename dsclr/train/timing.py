@@ -19,7 +19,7 @@ class StepClock:
 
     Attributes:
         data_seconds: waited for a batch.
-        work_seconds: in the encoder and the loss.
+        work_seconds: in the encoder, and in the loss where that asks no other rank.
     """
 
     device: torch.device

@@ -172,28 +172,6 @@ def test_two_views_of_images_without_captions(small, tmp_path):
     assert (tmp_path / "runs/small/adapter/adapter_model.safetensors").is_file()
 
 
-def test_torchrun_with_two_ranks(small, tmp_path):
-    words = [
-        "torchrun",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "29517",
-        "launch/train.py",
-        "--deepspeed_config",
-        str(small),
-    ]
-    for override in (
-        "dsclr.negatives.across_ranks=gather",
-        "dsclr.run.max_steps=2",
-        "train_micro_batch_size_per_gpu=4",
-    ):
-        words += ["--set", override]
-    command(words, tmp_path, OMP_NUM_THREADS="1")
-    assert [record["step"] for record in lines(tmp_path / "runs/small/metrics.jsonl")] == [1, 2]
-    assert (tmp_path / "runs/small/adapter/adapter_model.safetensors").is_file()
-
-
 def test_full_fine_tuning_exports_a_stock_open_clip_model(small, tmp_path, capsys):
     import open_clip
 

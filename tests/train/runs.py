@@ -12,7 +12,7 @@ from tests.train.steps import LORA, model_file
 
 
 def run_config(folder: Path, name: str, stage: int = 2, micro: int = 4, **keys: Any) -> Config:
-    """Six steps on the shards of a folder, with a bank.
+    """Six steps on the shards of a folder, with a bank that several ranks share out.
 
     Args:
         keys: of dsclr.run.
@@ -34,7 +34,7 @@ def run_config(folder: Path, name: str, stage: int = 2, micro: int = 4, **keys: 
                 },
                 "data": {"train": f"{folder}/s*.tar", "workers": 0, "max_bad_fraction": 1.0, "shuffle_shards": 3},
                 "loss": {"name": "topk", "k": 5, "block_size": 4, "backend": "torch"},
-                "negatives": {"across_ranks": "gather", "bank": {"size": 20}},
+                "negatives": {"across_ranks": "gather", "bank": {"size": 24, "sharded": True}},
             },
         }
     )

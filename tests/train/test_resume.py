@@ -76,11 +76,11 @@ def assert_same(first: dict, second: dict) -> None:
         assert all(torch.equal(value, theirs[name][key]) for key, value in record.items()), name
 
 
-def adam_config(folder: Path, stage: int, **changes) -> Config:
+def adam_config(folder: Path, stage: int, offload_optimizer=None, **changes) -> Config:
     return make_config(
         folder,
         {"lora": LORA},
-        zero_optimization={"stage": stage},
+        zero_optimization={"stage": stage, "offload_optimizer": offload_optimizer},
         optimizer=ADAM,
         scheduler=COSINE,
         train_micro_batch_size_per_gpu=2,
@@ -89,7 +89,10 @@ def adam_config(folder: Path, stage: int, **changes) -> Config:
     )
 
 
-def on_two_ranks(world, folder: Path, adam: list[Config], grown: Config, shrunk: Config) -> None:
+def on_two_ranks(world, folder: Path, adam: list[Config], offload: Config, grown: Config, shrunk: Config) -> None:
+    trainer = Trainer(world, offload, folder / "two-offload")
+    trainer.load(folder / "one-1/step-00000002")
+    trainer.save(2)
     for before, now in itertools.product(STAGES, STAGES):
         trainer = Trainer(world, adam[now], folder / f"two-{before}-{now}")
         progress = trainer.load(folder / f"one-{before}/step-00000002")
@@ -114,7 +117,8 @@ def folder(world, tmp_path_factory) -> Path:
     shutil.copytree(folder / "straight", folder / "grown")
     run(world, run_config(folder, "straight"), resume=True)
     grown = run_config(folder, "grown", stage=1, micro=2)
-    spawn(2, on_two_ranks, folder, adam, grown, run_config(folder, "shrunk"))
+    offload = adam_config(folder, 2, offload_optimizer={"device": "cpu"})
+    spawn(2, on_two_ranks, folder, adam, offload, grown, run_config(folder, "shrunk"))
     run(world, run_config(folder, "shrunk", stage=1, micro=8), resume=True)
     return folder
 
@@ -128,6 +132,11 @@ def test_another_number_of_ranks_and_another_stage_hold_the_very_state(folder, b
     assert all(kept["numbers"] == {"step": 2} for kept in written["parameters"].values())
     assert all(record["exp_avg"].abs().sum() > 0 for record in written["tensors"].values())
     assert_same(written, contents(folder / f"two-{before}-{now}/step-00000002"))
+
+
+def test_an_offloaded_optimizer_holds_the_very_state_on_another_number_of_ranks(folder):
+    written = contents(folder / "one-1/step-00000002")
+    assert_same(written, contents(folder / "two-offload/step-00000002"))
 
 
 @pytest.mark.parametrize("before", STAGES)
@@ -147,7 +156,7 @@ def test_a_run_on_another_number_of_ranks_goes_on_as_if_nothing_had_changed(fold
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
         for same in ("learning_rate", "samples_seen", "bank_rows", "bank_age"):
             assert line[same] == expected[same]
-    assert [line["bank_rows"] for line in other] == [0, 8, 16, 20, 20, 20]
+    assert [line["bank_rows"] for line in other] == [0, 8, 16, 24, 24, 24]
 
 
 @pytest.mark.parametrize("name", ["grown", "shrunk"])
