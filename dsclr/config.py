@@ -240,6 +240,7 @@ class RunConfig(Section):
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = Field("runs", description="The run folder is <dir>/<name>.")
     seed: int = Field(0, ge=0, lt=2**31)
+    deterministic: bool = Field(False, description="Only operations that always give the same bits; may be slower.")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps of the run; excludes epochs.")
     epochs: float | None = Field(None, gt=0, description="Passes over the shards; excludes max_steps.")
     log_every: int = Field(1, ge=1)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from dsclr.config import ConfigError
+from dsclr.data.order import Slots
 from dsclr.negatives import Bank
-from dsclr.rng import RandomState
+from dsclr.train.run_state import read_run, write_run
 from dsclr.train.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,14 @@ _NAME = re.compile(r"step-(\d{8})$")
 
 @dataclass
 class Progress:
-    """How far a run is; ``consumed`` and below of this rank's TrainLoader."""
+    """How far a run is.
 
+    Attributes:
+        slots: which positions of the data the ranks read.
+        consumed, skipped_samples, noted_samples: of this rank's TrainLoader.
+    """
+
+    slots: Slots
     step: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0
@@ -67,23 +73,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        engine.save_checkpoint(
-            str(self.folder),
-            tag=temporary.name,
-            save_latest=False,
-            exclude_frozen_parameters=not self.save_frozen,
-        )
-        state = RandomState.capture(self.runtime.device)
-        torch.save(
-            {
-                "progress": vars(progress),
-                "world_size": self.runtime.world_size,
-                "host": state.host,
-                "device": state.device,
-                "bank": None if bank is None else bank.state_dict(),
-            },
-            temporary / f"rank-{self.runtime.rank:05d}.pt",
-        )
+        write_run(temporary, self.runtime, engine, vars(progress), bank, frozen=self.save_frozen)
         dist.barrier()
         if self.runtime.is_main:
             if final.exists():
@@ -94,38 +84,25 @@ class Checkpoints:
         dist.barrier()
         return final
 
-    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None) -> Progress:
+    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None, seed: int = 0) -> Progress:
         """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
 
+        Another number of ranks, ZeRO stage or precision than it was written with will do, see
+        :func:`dsclr.train.run_state.read_run`.
+
+        Args:
+            seed: of the run.
+
         Raises:
-            ConfigError: missing or damaged files, or another number of ranks.
+            ConfigError: missing or damaged files, or another model or optimizer.
         """
-        own = checkpoint / f"rank-{self.runtime.rank:05d}.pt"
-        ranks = len(list(checkpoint.glob("rank-*.pt")))
-        if ranks != self.runtime.world_size:
-            raise ConfigError(
-                f"{checkpoint} was written by {ranks} rank(s), this run has {self.runtime.world_size}: "
-                "resume with the same number"
-            )
         try:
-            state = torch.load(own, weights_only=True)
-            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False)
+            return Progress(**read_run(checkpoint, self.runtime, engine, bank, seed))
         except (OSError, RuntimeError, KeyError, EOFError) as error:
             raise ConfigError(
                 f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}): if it is damaged, delete it "
                 "and resume from the one before"
             ) from error
-        if path is None:
-            raise ConfigError(f"{checkpoint} holds no DeepSpeed state for this configuration")
-        if bank is not None:
-            if state["bank"] is None:
-                raise ConfigError(f"{checkpoint} holds no memory bank: resume without dsclr.negatives.bank")
-            try:
-                bank.load_state_dict(state["bank"], self.runtime.device)
-            except ValueError as error:
-                raise ConfigError(f"{checkpoint}: {error}; set dsclr.negatives.bank.size accordingly") from error
-        RandomState(state["host"], state["device"]).restore(self.runtime.device)
-        return Progress(**state["progress"])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from dsclr.config import Config, ConfigError
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
 from dsclr.data.dataset import ShardDataset
+from dsclr.data.order import Slots
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.losses import build_loss
 from dsclr.memory import capacity_bytes, peak_bytes
@@ -41,9 +42,12 @@ from dsclr.report.run_folder import RunFolder, write_atomically
 from dsclr.retention import Retention
 from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
 from dsclr.train.data_report import DataReport
-from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.determinism import explained, make_deterministic
+from dsclr.train.engine import build_engine, engine_config
+from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
+from dsclr.train.timing import rank_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +158,8 @@ class _Run:
     def __init__(self, plan: Plan, runtime: Runtime, resume: bool) -> None:
         self.plan, self.runtime = plan, runtime
         ours = plan.config.dsclr
+        if ours.run.deterministic:
+            make_deterministic()
         # Every rank makes the same weights, then draws its own dropout.
         torch.manual_seed(ours.run.seed)
         self.model: ContrastiveModel = build_model(ours.model, ours.objective)
@@ -169,18 +175,20 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
-        self.bank = build_bank(ours.negatives.bank, runtime.world_size)
-        self.progress = self._resume() if resume else Progress()
+        self.bank = build_bank(ours.negatives.bank, runtime.world_size, ours.negatives.across_ranks)
+        self.rows = plan.config.train_batch_size // runtime.world_size
+        self.progress = self._resume() if resume else Progress(slots=Slots(self.rows, runtime.world_size))
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
             plan.folder.write_config(plan.config)
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
-            plan.config.train_batch_size // runtime.world_size,
+            self.rows,
             rank=runtime.rank,
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
+            slots=self.progress.slots,
             consumed=self.progress.consumed,
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
@@ -238,7 +246,7 @@ class _Run:
         complete = self.checkpoints.complete()
         if not complete:
             raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
-        progress = self.checkpoints.load(self.engine, complete[-1], self.bank)
+        progress = self.checkpoints.load(self.engine, complete[-1], self.bank, self.plan.config.dsclr.run.seed)
         if self.runtime.is_main:
             truncate_after(self.plan.folder.metrics, progress.step)
             truncate_after(self.plan.folder.evaluations, progress.step)
@@ -256,9 +264,11 @@ class _Run:
         first_step = saved_at = self.progress.step
         while self.progress.step < last_step:
             started = time.perf_counter()
-            batch = next(batches)
+            with self.step.clock.waiting_for_data():
+                batch = next(batches)
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
-            result = self.step(batch, self.progress.step)
+            with explained():
+                result = self.step(batch, self.progress.step)
             # Before the next one is made: two would take twice the memory, or the disk.
             del batch
             seconds = time.perf_counter() - started
@@ -307,7 +317,9 @@ class _Run:
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
-        data_metrics = self.data_report.metrics()
+        of_data = self.data_report.counts()
+        of_ranks = self.step.clock.counts(self.runtime.rank, self.runtime.world_size)
+        counts = self.runtime.added([*of_data, *of_ranks])
         if not self.runtime.is_main:
             return
         record: dict[str, Any] = {
@@ -324,7 +336,8 @@ class _Run:
             "peak_bytes": peak_bytes(self.runtime.device),
             "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
-            **data_metrics,
+            **rank_metrics(counts[len(of_data) :], self.rows, seconds),
+            **self.data_report.metrics(counts[: len(of_data)]),
         }
         append_line(self.plan.folder.metrics, record)
         self.engine.monitor.write_events(tensorboard_events(record, "train"))

@@ -25,6 +25,13 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def added(self, counts: list[int]) -> list[int]:
+        """Element by element over all ranks, which call this together with lists of one length."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        summed: list[int] = total.tolist()
+        return summed
+
 
 def device_type() -> torch.device:
     """The kind of device DeepSpeed will use, without touching it."""

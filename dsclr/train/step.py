@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,9 @@ from dsclr.negatives import EXCHANGES, Bank, Exchange
 from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
+from dsclr.train.engine import deliver_gradients, loss_scale
+from dsclr.train.masters import clamp_master, master_value
+from dsclr.train.timing import StepClock
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,7 @@ class ContrastiveStep:
 
     Attributes:
         recoveries: how often a step was done again.
+        clock: told of the phases in which this rank works alone.
     """
 
     engine: Any
@@ -130,6 +133,7 @@ class ContrastiveStep:
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
         self._flags = torch.zeros(3, device=self.device)
@@ -214,7 +218,7 @@ class ContrastiveStep:
                 output, rows = backward_of_collected(self.loss_fn, self.exchange, a, b, scale, ids, bank)
             return output, rows
 
-        output, rows = self._together("loss", loss)
+        output, rows = self._together("loss", loss, alone=self.exchange is None)
         if self.exchange is not None:
             metrics["negatives_bytes_sent"] = self.exchange.transport.bytes_sent - sent
         metrics.update(output.metrics)
@@ -310,13 +314,18 @@ class ContrastiveStep:
         a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
         return a, b
 
-    def _together(self, phase: str, work: Callable[[], T]) -> T:
-        """A phase in which every rank works alone; if it does not fit one of them, all give it up."""
+    def _together(self, phase: str, work: Callable[[], T], alone: bool = True) -> T:
+        """A phase that all ranks give up if it does not fit one of them.
+
+        Args:
+            alone: no rank waits for another within the work, so that it counts as this rank's own time.
+        """
         result: T | None = None
         failed = False
         self._phase = phase
         try:
-            result = work()
+            with self.clock.working() if alone else nullcontext():
+                result = work()
         except _DoesNotFit:
             # Of another rank: agreed upon before an exchange within the work.
             raise
