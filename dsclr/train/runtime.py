@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,14 @@ def device_type() -> torch.device:
     return torch.device(get_accelerator().device_name())
 
 
-def start() -> Runtime:
+def start(timeout_seconds: float = 1800) -> Runtime:
     """Join the process group that the launcher announced, or be a group of one.
 
     On a CPU the backend is gloo, DeepSpeed compiles nothing, and the ranks of a machine share its processors
     unless OMP_NUM_THREADS says otherwise.
+
+    Args:
+        timeout_seconds: a rank that waits longer than this for the others fails.
     """
     if "RANK" not in os.environ:
         with socket.socket() as free:
@@ -64,7 +68,11 @@ def start() -> Runtime:
         accelerator.set_device(local_rank)
         device = torch.device(accelerator.device_name(local_rank))
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            verbose=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
     return Runtime(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
 
 
