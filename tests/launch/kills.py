@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -90,6 +91,19 @@ class Job:
     def is_over(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
 
+    def begun(self) -> int:
+        """How many jobs with this output have come as far as to choose where they begin."""
+        return len(re.findall("a new run begins|^resumed from", self.said(), re.MULTILINE))
+
+    def terminate_the_rest(self, seconds: float) -> None:
+        """What a launcher does a second after a rank ended with an error."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and all(process.poll() is None for process in self.processes):
+            time.sleep(0.1)
+        time.sleep(1)
+        for process in self.processes:
+            process.terminate()
+
     def end(self, seconds: float) -> list[int]:
         """Exit statuses of all ranks, which have to end by themselves."""
         until = time.monotonic() + seconds
@@ -156,6 +170,7 @@ class Killer:
         victims = [self.random.randrange(self.ranks)] if self.random.random() < 0.5 else list(range(self.ranks))
         before, started = self.step(), time.monotonic()
         job = self.start("killed")
+        begun = job.begun()
         if moment == "start-up":
             # Most of a start is import; the first file comes after it.
             time.sleep(self.random.uniform(0.3, 12))
@@ -164,12 +179,17 @@ class Killer:
             job.wait_until(lambda: self.step() >= target)
             time.sleep(self.random.uniform(0, 0.3))
         else:
+            # Not a part that an earlier kill left.
+            job.wait_until(lambda: job.begun() > begun, poll=0.05)
             job.wait_until(lambda: any(self.killed.glob("checkpoints/*.part")), poll=0.0005)
             time.sleep(self.random.uniform(0, 0.06))
         is_saving = any(self.killed.glob("checkpoints/*.part"))
         for victim in victims:
             job.processes[victim].send_signal(killer)
         when = time.monotonic()
+        if moment == "start-up":
+            # Before there are lifelines the others wait for the rank that is gone, until the launcher ends them.
+            job.terminate_the_rest(END_SECONDS)
         statuses = job.end(END_SECONDS)
         ended, step, newest = time.monotonic(), self.step(), self.newest()
         self.told.append(
@@ -188,17 +208,16 @@ class Killer:
 
     def check_statuses(self, killer: int, moment: str, victims: list[int], statuses: list[int], job: Job) -> None:
         said = job.said()[-3000:]
-        if killer == signal.SIGKILL:
+        if moment == "start-up":
+            # -SIGTERM: before Python had begun with the script.
+            assert set(statuses) <= {INTERRUPTED, 0, -signal.SIGTERM, -signal.SIGKILL, 1}, said
+        elif killer == signal.SIGKILL:
             # Of the others, one that was at its end already may have made it.
             assert all(statuses[victim] in (-killer, 0) for victim in victims), said
             others = {statuses[rank] for rank in range(self.ranks) if rank not in victims}
             assert others <= {1, 0}, said
-        elif moment != "start-up":
-            assert set(statuses) <= {INTERRUPTED, 0}, said
         else:
-            # -SIGTERM: before Python had begun with the script. Without lifelines yet the others wait for the rank that
-            # is gone, until the launcher ends them.
-            assert set(statuses) <= {INTERRUPTED, 0, -signal.SIGTERM, 1}, said
+            assert set(statuses) <= {INTERRUPTED, 0}, said
 
     def step(self) -> int:
         return next((line["step"] for line in reversed(lines(self.killed / "metrics.jsonl"))), 0)
