@@ -130,13 +130,11 @@ class Checkpoints:
         errors = [error for error, _ in answers if error is not None]
         if not errors:
             return
-        free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
-        # All have asked for what is free before the first gives space back.
-        dist.barrier()
         if self.runtime.is_main:
             with suppress(OSError):
                 self.tidy()
         dist.barrier()
+        free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
         complete = self.complete()
         kept = f"{complete[-1].name} is intact: make room and --resume" if complete else "there was none before it"
         raise CheckpointError(

@@ -35,9 +35,12 @@ class Writes:
             return
         try:
             work()
-        # torch's writer has RuntimeErrors for what the system refuses it.
+        # torch's writer has RuntimeErrors of its own for what the system refuses it.
         except (OSError, RuntimeError) as error:
-            self.error = error
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            self.error = cause or error
 
     def save(self, state: Any, path: Path) -> None:
         """torch.save, down to the disk."""

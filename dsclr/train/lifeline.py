@@ -137,29 +137,33 @@ class Lifeline:
                 left[peer] = True
                 self._went(peer, 1)
             elif "first" in message:
-                self._learn(*message["first"])
+                if self._is_first(*message["first"]):
+                    self._hear(*message["first"])
             elif "stop" in message:
                 asked_to_stop.add(peer)
                 # Rank 0 passes it on by Interruption.tell.
                 self.interruption.request(message["stop"])
 
     def _went(self, peer: int, status: int, silent: bool = False) -> None:
-        with self._lock:
-            if self._closed or self.first is not None:
-                return
+        if not self._is_first(peer, status):
+            return
         # Nobody else will say it, and one rank is enough to.
         if silent and self.rank == (1 if peer == 0 else 0):
             logger.error("error: rank %d is gone without a word (killed, or its machine ran out of memory)", peer)
-        self._learn(peer, status)
         if self.rank == 0:
+            # Before this process hears of it, which ends it.
             for other in list(self._peers):
                 self._send(other, {"first": self.first})
+        self._hear(peer, status)
 
-    def _learn(self, peer: int, status: int) -> None:
+    def _is_first(self, peer: int, status: int) -> bool:
         with self._lock:
             if self._closed or self.first is not None:
-                return
+                return False
             self.first = (peer, status)
+            return True
+
+    def _hear(self, peer: int, status: int) -> None:
         self._news.set()
         if peer != self.rank:
             threading.Thread(target=self._end_with, args=(peer, status), name="lifeline-end", daemon=True).start()

@@ -237,14 +237,15 @@ class Killer:
             whole, killed = (sorted(map(str, lines(run / name))) for run in (self.whole, self.killed))
             assert killed == whole, name
             assert killed, name
-        for file in (f"checkpoints/step-{self.steps:08d}/rank-00000.pt",):
-            whole, killed = (torch.load(run / file) for run in (self.whole, self.killed))
-            assert whole["progress"] == killed["progress"]
-            assert torch.equal(whole["host"], killed["host"])
-            assert all(torch.equal(whole["bank"][key], killed["bank"][key]) for key in ("a", "b", "ids", "steps"))
-        whole, killed = (weights(run / "adapter") for run in (self.whole, self.killed))
-        assert whole.keys() == killed.keys()
-        assert all(torch.equal(whole[name], killed[name]) for name in whole)
+        for rank in range(self.ranks):
+            file = f"checkpoints/step-{self.steps:08d}/rank-{rank:05d}.pt"
+            ours, theirs = (torch.load(run / file) for run in (self.whole, self.killed))
+            assert ours["progress"] == theirs["progress"]
+            assert torch.equal(ours["host"], theirs["host"])
+            assert all(torch.equal(ours["bank"][key], theirs["bank"][key]) for key in ("a", "b", "ids", "steps"))
+        ours, theirs = (weights(run / "adapter") for run in (self.whole, self.killed))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
