@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 Backend = Literal["auto", "torch", "native"]
 BACKENDS = ("auto", "torch", "native")
 SOURCE = Path(__file__).parent / "scan.cpp"
+_NAME = "dsclr_scan"
+_COMPILER_FLAGS = ("-O3", "-fopenmp")
 
 
 class NativeUnavailable(RuntimeError):
@@ -87,27 +89,52 @@ def _load() -> str | None:
     )
     from torch.utils import cpp_extension
 
-    name = "dsclr_scan"
-    folder = Path(cpp_extension._get_build_directory(_tagged(name), verbose=False))
-    # torch waits for ever for a lock file that a killed build left behind; a lock the system holds dies with its owner.
-    with open(folder / "dsclr.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        if not any(folder.glob("*.so")):
-            logger.info("building the C++ scan, which takes half a minute or more, once (in %s)", folder)
-        try:
-            cpp_extension.load(
-                name=name,
-                sources=[str(SOURCE)],
-                extra_cflags=["-O3", "-fopenmp"],
-                extra_ldflags=["-fopenmp"],
-                build_directory=str(folder),
-                is_python_module=False,
-            )
-        except (RuntimeError, OSError, ImportError) as error:
-            return f"it does not build or load in {folder}: {str(error).strip().splitlines()[-1]}"
+    folder = Path(cpp_extension._get_build_directory(_tagged(_NAME), verbose=False))
+    library = folder / f"{_NAME}.so"
+    try:
+        if _is_built(folder, library):
+            torch.ops.load_library(str(library))
+    except (RuntimeError, OSError, ImportError) as error:
+        return f"it does not build or load in {folder}: {str(error).strip().splitlines()[-1]}"
     logger.info("the C++ scan is in use (%s)", torch.backends.cpu.get_cpu_capability())
     return None
+
+
+def _is_built(folder: Path, library: Path) -> bool:
+    """Whether the library was there; if not it is built here, which also loads it.
+
+    It appears whole or not at all, so those who find it need no lock. The build knows nothing of where this package
+    lies: copies of it share one library.
+    """
+    if library.exists():
+        return True
+    # torch waits for ever for a lock file that a killed build left behind; a lock the system holds dies with its owner.
+    with open(folder / "dsclr.lock", "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that builds the C++ scan (in %s)", folder)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if library.exists():
+            return True
+        logger.info("building the C++ scan, which takes half a minute or more, once (in %s)", folder)
+        build = folder / "build"
+        shutil.rmtree(build, ignore_errors=True)
+        build.mkdir()
+        source = shutil.copy(SOURCE, build)
+        from torch.utils import cpp_extension
+
+        cpp_extension.load(
+            name=_NAME,
+            sources=[source],
+            extra_cflags=list(_COMPILER_FLAGS),
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(build),
+            is_python_module=False,
+        )
+        os.replace(build / library.name, library)
+        shutil.rmtree(build)
+    return False
 
 
 def _ninja_of_package() -> bool:
@@ -124,5 +151,7 @@ def _ninja_of_package() -> bool:
 
 def _tagged(name: str) -> str:
     # Builds of several versions of the source, of torch or of the environment live side by side.
-    made_of = SOURCE.read_bytes() + "\0".join((torch.__version__, platform.machine(), sys.prefix)).encode()
+    made_of = (
+        SOURCE.read_bytes() + "\0".join((torch.__version__, platform.machine(), sys.prefix, *_COMPILER_FLAGS)).encode()
+    )
     return f"{name}_{hashlib.sha256(made_of).hexdigest()[:12]}"
