@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_scale_model import SCHEMES, Size, markdown, on_paper, plot
+from bench_scale_model import SCHEMES, Size, markdown, on_paper, plot  # type: ignore[import-not-found]
 from open_clip import ClipLoss
 from torch import Tensor
 

@@ -14,6 +14,7 @@ from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
 from dsclr.config import ConfigError
+from dsclr.train.durable import Writes
 from dsclr.train.masters import Place, place_of, set_master
 
 # Bytes of tensors after which a file is written.
@@ -24,11 +25,12 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCHEDULED = ("lr", "betas", "momentum")
 
 
-def save_engine(folder: Path, engine: Any, *, is_main: bool, frozen: bool) -> dict[str, Any]:
+def save_engine(folder: Path, engine: Any, writes: Writes, *, is_main: bool, frozen: bool) -> dict[str, Any]:
     """Write weights and optimizer state; all ranks together, parameter by parameter, and the first writes.
 
     Args:
         folder: exists.
+        writes: of this rank; keeps an error of writing, as the other ranks are already in the next collective.
         is_main: this is the first rank.
         frozen: also keep weights that do not train.
 
@@ -37,9 +39,8 @@ def save_engine(folder: Path, engine: Any, *, is_main: bool, frozen: bool) -> di
 
     Raises:
         ConfigError: an optimizer whose state cannot be taken apart by parameter.
-        OSError, RuntimeError: on the first rank, when all communication is over, so that no rank waits for another.
     """
-    writer = _Writer(folder)
+    writer = _Writer(folder, writes)
     kept: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -105,17 +106,13 @@ def load_engine(folder: Path, engine: Any, saved: dict[str, Any]) -> None:
 
 
 class _Writer:
-    """Collects records on the host and writes a file whenever they are large enough.
+    """Collects records on the host and writes a file whenever they are large enough."""
 
-    An error is kept until the end: the other ranks are already in the next collective.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, writes: Writes) -> None:
+        self.folder, self.writes = folder, writes
         self._files = 0
         self._records: dict[str, dict[str, Tensor]] = {}
         self._bytes = 0
-        self._error: Exception | None = None
 
     def add(self, name: str, record: dict[str, Tensor]) -> None:
         self._records[name] = {key: value.detach().to("cpu", copy=True) for key, value in record.items()}
@@ -126,16 +123,10 @@ class _Writer:
     def close(self) -> int:
         """Write what is left; returns the number of files."""
         self._write()
-        if self._error is not None:
-            raise self._error
         return self._files
 
     def _write(self) -> None:
-        try:
-            if self._error is None:
-                torch.save(self._records, self.folder / _file(self._files))
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-            self._error = error
+        self.writes.save(self._records, self.folder / _file(self._files))
         self._files += 1
         self._records, self._bytes = {}, 0
 

@@ -17,6 +17,7 @@ from dsclr.config import ConfigError
 from dsclr.data.order import Slots
 from dsclr.negatives import Bank
 from dsclr.rng import RandomState, seed_rank
+from dsclr.train.durable import Writes
 from dsclr.train.engine_state import load_engine, save_engine
 from dsclr.train.runtime import Runtime
 
@@ -29,28 +30,34 @@ _OF_RANK = ("consumed", *_COUNTS)
 
 
 def write_run(
-    folder: Path, runtime: Runtime, engine: Any, progress: dict[str, Any], bank: Bank | None, *, frozen: bool
+    folder: Path,
+    runtime: Runtime,
+    engine: Any,
+    progress: dict[str, Any],
+    bank: Bank | None,
+    writes: Writes,
+    *,
+    frozen: bool,
 ) -> None:
     """Write everything into a folder that exists; all ranks together.
 
-    An error of writing comes after all communication: no rank waits for one that failed.
-
     Args:
         progress: attributes of a Progress, ``slots`` among them.
+        writes: keeps an error of writing.
         frozen: also keep weights that do not train.
 
     Raises:
-        ConfigError, OSError, RuntimeError.
+        ConfigError: on all ranks, see :func:`save_engine`.
     """
     ranks: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(ranks, {name: progress[name] for name in _OF_RANK})
-    state = save_engine(folder, engine, is_main=runtime.is_main, frozen=frozen)
+    state = save_engine(folder, engine, writes, is_main=runtime.is_main, frozen=frozen)
     if runtime.is_main:
         run = {name: value for name, value in progress.items() if name not in _OF_RANK}
         run["slots"] = asdict(progress["slots"])
-        torch.save({"engine": state, "progress": run, "ranks": ranks}, folder / _RUN_FILE)
+        writes.save({"engine": state, "progress": run, "ranks": ranks}, folder / _RUN_FILE)
     random = RandomState.capture(runtime.device)
-    torch.save(
+    writes.save(
         {
             "host": random.host,
             "device": random.device,

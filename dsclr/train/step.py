@@ -27,6 +27,7 @@ from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
 from dsclr.train.engine import deliver_gradients, loss_scale
+from dsclr.train.finite import NotFinite, first_not_finite, named_embeddings, named_gradients
 from dsclr.train.masters import clamp_master, master_value
 from dsclr.train.timing import StepClock
 from dsclr.units import format_bytes
@@ -60,12 +61,14 @@ class StepResult:
     metrics: of the loss, this rank's; micro_batch_size, and retained: the part of the rows whose graph was kept.
     grad_norm: global norm before clipping; NaN if skipped.
     applied: False when the weights did not change.
+    not_finite: why the step was skipped, unless the optimizer did that for itself (fp16).
     """
 
     loss: float
     metrics: dict[str, float]
     grad_norm: float
     applied: bool
+    not_finite: NotFinite | None = None
 
 
 @dataclass
@@ -155,7 +158,10 @@ class ContrastiveStep:
         restore_statistics = capture_statistics(self.engine.module)
         while True:
             try:
-                return self._attempt(batch, number)
+                result = self._attempt(batch, number)
+                if result.not_finite is not None:
+                    restore_statistics()
+                return result
             except _DoesNotFit as failure:
                 failed = failure.phase, failure.kept_rows, failure.kept_hidden
             # Only here, behind the handler: the traceback holds on to the tensors of the attempt.
@@ -172,13 +178,17 @@ class ContrastiveStep:
             with _no_way_back(number, "embeddings of all rows", "lower train_batch_size"):
                 a = torch.cat([chunk.outputs[0].detach() for chunk in chunks]).requires_grad_()
                 b = torch.cat([chunk.outputs[1].detach() for chunk in chunks]).requires_grad_()
-            if not self._finite_everywhere(a, b):
-                return StepResult(math.nan, {}, math.nan, applied=False)
+            bad = first_not_finite(named_embeddings(a, b, self.engine.module.objective), self.device)
+            if bad is not None:
+                return StepResult(math.nan, {}, math.nan, applied=False, not_finite=bad)
             loss = self._loss(batch, a, b, log_scale, number)
             embeddings = (_gradient(a), _gradient(b))
             gradients = self._together("encoder backward", lambda: self._backward(batch, chunks, embeddings, leaves))
         if loss.log_scale_grad is not None:
             gradients[log_scale] = loss.log_scale_grad
+        bad = self._not_finite(loss.value, gradients)
+        if bad is not None:
+            return StepResult(self._mean_over_ranks(loss.value), {}, math.nan, applied=False, not_finite=bad)
 
         skipped_before = self.engine.skipped_steps
         advice = "adapt fewer weights (dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
@@ -380,12 +390,12 @@ class ContrastiveStep:
             "what fits" if self._retention.budget is None else f"at most {format_bytes(self._retention.budget)}",
         )
 
-    def _finite_everywhere(self, a: Tensor, b: Tensor) -> bool:
-        """Whether all embeddings are finite, agreed between the ranks so that none waits for another."""
-        finite = (a.isfinite().all() & b.isfinite().all()).to(torch.float32)
-        if dist.is_initialized():
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
+    def _not_finite(self, loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> NotFinite | None:
+        """What must not reach the optimizer; an overflow of fp16 may: DeepSpeed skips it and lowers its scale."""
+        named = [("the loss", loss)]
+        if not self.engine.fp16_enabled():
+            named += named_gradients(self.engine.module, gradients)
+        return first_not_finite(named, self.device)
 
     def _mean_over_ranks(self, loss: Tensor) -> float:
         mean = loss.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32)

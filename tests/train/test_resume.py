@@ -98,7 +98,7 @@ def on_two_ranks(world, folder: Path, adam: list[Config], offload: Config, grown
         progress = trainer.load(folder / f"one-{before}/step-00000002")
         assert progress.slots == Slots(ROWS // 2, 2)
         trainer.save(2, skipped_samples={"failed": 1 + world.rank})
-    run(world, grown, resume=True)
+    run(world, grown, resume="newest")
     run(world, shrunk, stop_after=3)
 
 
@@ -115,11 +115,11 @@ def folder(world, tmp_path_factory) -> Path:
         trainer.save(2)
     run(world, run_config(folder, "straight"), stop_after=3)
     shutil.copytree(folder / "straight", folder / "grown")
-    run(world, run_config(folder, "straight"), resume=True)
+    run(world, run_config(folder, "straight"), resume="newest")
     grown = run_config(folder, "grown", stage=1, micro=2)
     offload = adam_config(folder, 2, offload_optimizer={"device": "cpu"})
     spawn(2, on_two_ranks, folder, adam, offload, grown, run_config(folder, "shrunk"))
-    run(world, run_config(folder, "shrunk", stage=1, micro=8), resume=True)
+    run(world, run_config(folder, "shrunk", stage=1, micro=8), resume="newest")
     return folder
 
 
