@@ -188,11 +188,23 @@ class LossConfig(Section):
 class BankConfig(Section):
     size: int = Field(ge=1, description="Rows of earlier steps kept as further negatives.")
     max_age: int | None = Field(None, ge=1, description="Steps after which a row is no longer used.")
+    sharded: bool = Field(False, description="Each rank holds 1/W of it, which visits the others by the ring.")
 
 
 class NegativesConfig(Section):
-    across_ranks: Literal["off", "gather"] = Field("off", description="gather: negatives from all ranks.")
+    across_ranks: Literal["off", "gather", "ring"] = Field(
+        "off", description="Negatives from all ranks: gather holds them all, ring passes them from rank to rank."
+    )
     bank: BankConfig | None = Field(None, description="Memory bank; null: none.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NegativesConfig:
+        if self.bank is not None and self.bank.sharded and self.across_ranks == "off":
+            raise ValueError(
+                'bank.sharded spreads the bank over ranks that see each other\'s rows, but across_ranks is "off": '
+                'set across_ranks to "gather" or "ring", or leave bank.sharded out (each rank then has its own bank)'
+            )
+        return self
 
 
 class StepConfig(Section):
@@ -228,6 +240,7 @@ class RunConfig(Section):
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = Field("runs", description="The run folder is <dir>/<name>.")
     seed: int = Field(0, ge=0, lt=2**31)
+    deterministic: bool = Field(False, description="Only operations that always give the same bits; may be slower.")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps of the run; excludes epochs.")
     epochs: float | None = Field(None, gt=0, description="Passes over the shards; excludes max_steps.")
     log_every: int = Field(1, ge=1)
@@ -362,6 +375,7 @@ class Config:
         raw.update(train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=chunks)
         config = Config(raw, self.source)
         config._check_k(world_size)
+        config._check_bank(world_size)
         return config
 
     def _check_k(self, world_size: int) -> None:
@@ -383,6 +397,14 @@ class Config:
             raise ConfigError(
                 f"dsclr.loss.k = {k}, but only {valid} valid negatives exist ({where}): "
                 f"lower k or raise train_batch_size{more}"
+            )
+
+    def _check_bank(self, world_size: int) -> None:
+        bank, rows = self.dsclr.negatives.bank, self.train_batch_size
+        if bank is not None and bank.sharded and world_size > 1 and bank.size % rows:
+            raise ConfigError(
+                f"dsclr.negatives.bank.size = {bank.size}: a sharded bank holds whole batches of train_batch_size = "
+                f"{rows} rows: use {_nearest_multiples(bank.size, rows)}"
             )
 
     def resolved(self) -> dict[str, Any]:

@@ -171,15 +171,23 @@ class Planner:
             "fp32 master weights": 4 * self.trainable // shards if has_master else 0,
             "optimizer state": (8 if state is None else state) * self.trainable // shards,
         }
-        gathers = self.world_size > 1 and ours.negatives.across_ranks != "off"
-        keys = setting.rows * (self.world_size if gathers else 1)
-        bank = 0 if ours.negatives.bank is None else ours.negatives.bank.size
-        parts["memory bank"] = bank * (2 * 4 * self.dim + 8)
-        resident = dict(parts)
+        across = ours.negatives.across_ranks if self.world_size > 1 else "off"
+        keys = setting.rows * (self.world_size if across != "off" else 1)
         pair = 2 * 4 * self.dim
-        # The chunks' own, one tensor of all, and its gradient; of other ranks' keys, values and gradients.
-        embeddings = 3 * pair * setting.rows + (3 * pair * keys if gathers else 0)
-        loss = loss_bytes(ours.loss, setting.rows, keys + bank, self.dim, ours.objective)
+        bank, holders = 0, 1
+        if ours.negatives.bank is not None:
+            bank = ours.negatives.bank.size
+            holders = self.world_size if ours.negatives.bank.sharded else 1
+        # A part of another rank comes while one is worked on.
+        parts["memory bank"] = (bank // holders) * (pair + 8) * (3 if holders > 1 else 1)
+        resident = dict(parts)
+        # The chunks' own, one tensor of all, and its gradient. Of other ranks: gathered keys, their gradients, and what
+        # arrives of these; in a ring two ranks' keys and three ranks' gradients.
+        others = {"off": 0, "gather": 3 * pair * keys, "ring": 5 * pair * setting.rows}[across]
+        embeddings = 3 * pair * setting.rows + others
+        # Keys of other ranks are scanned rank by rank.
+        at_once = setting.rows if across != "off" and ours.loss.name in ("topk", "exact") else keys + bank
+        loss = loss_bytes(ours.loss, setting.rows, at_once, self.dim, ours.objective)
         use, micro = self.uses[setting.checkpointing], setting.micro_batch_size
         graph, backward_peak, recompute_peak = use.graph(micro), use.backward_peak(micro), use.recompute_peak(micro)
         kept = setting.kept * graph

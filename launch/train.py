@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import traceback
@@ -48,8 +47,13 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
     """The exit status: 0; 1 after an error; INTERRUPTED if the run was asked to end and goes on with --resume auto."""
     options = parse_arguments(arguments)
     from dsclr.config import ConfigError, load_config
+    from dsclr.launcher import find_place
 
-    rank = int(os.environ.get("RANK", "0"))
+    try:
+        place = find_place()
+    except ConfigError as error:
+        return _fail(error, rank=0)
+    rank = place.rank
     try:
         config = load_config(options.deepspeed_config, options.set)
     except ConfigError as error:
@@ -64,7 +68,7 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
     lifeline = plan = None
     try:
         device = runtime.device_type()
-        plan = make_plan(config, runtime.world_size_from_environment(), device)
+        plan = make_plan(config, place.world_size, device)
         if options.dry_run:
             if rank == 0:
                 print(json.dumps(plan.describe(), indent=2))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from dsclr.ops.shared import Exchange, SharedRows
 
 Objective = Literal["clip", "simclr"]
 
@@ -28,6 +31,36 @@ class Keys:
     bank: tuple[Keys, ...] = ()
 
 
+# Takes (a, b, ids) of a part of a memory bank and the number of the part's first row in the bank.
+BankWork = Callable[[Tensor, Tensor, Tensor, int], None]
+# Calls its argument with each part.
+BankRows = Callable[[BankWork], None]
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Candidates of which every rank holds a part: the rows of all ranks.
+
+    Loss and gradients of all ranks together are those of one process on the concatenated rows if each rank's loss is
+    the mean over its own rows and parameter gradients are averaged over ranks. Backward gives a rank's rows their
+    gradient of all ranks' losses.
+
+    Attributes:
+        exchange: brings rows of other ranks.
+        rows: (a, b, ids) of all ranks where they are shared already.
+        bank: further keys without gradient; None: there are none.
+        bank_rows: their number.
+    """
+
+    exchange: Exchange
+    rows: SharedRows | None = None
+    bank: BankRows | None = None
+    bank_rows: int = 0
+
+    def shared(self, a: Tensor, b: Tensor, ids: Tensor) -> SharedRows:
+        return self.rows if self.rows is not None else self.exchange.share(a.detach(), b.detach(), ids)
+
+
 @dataclass(frozen=True)
 class LossOutput:
     """Attributes:
@@ -45,11 +78,18 @@ class Loss(Protocol):
     a, b: (N, D) L2-normalised rows, a[i] and b[i] a positive pair. logit_scale: the multiplicative scale,
     0-dim or one element. ids: (N,) int64, all distinct if None. keys: the rows themselves if None; otherwise
     they must contain the local rows, and ids must be given.
+
+    A loss with ``streams_keys = True`` also takes :class:`SharedKeys`. Others get the rows of all ranks at once.
     """
 
     def __call__(
-        self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
+        self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Any = None
     ) -> LossOutput: ...
+
+
+def streams_keys(loss_fn: Loss) -> bool:
+    """Whether a loss takes keys of other ranks as they arrive."""
+    return bool(getattr(loss_fn, "streams_keys", False))
 
 
 @dataclass(frozen=True)
@@ -98,14 +138,15 @@ def directions(
     a: Tensor,
     b: Tensor,
     ids: Tensor | None,
-    keys: Keys | None,
+    keys: Keys | SharedKeys | None,
     objective: Objective,
     false_negative_margin: float | None = None,
 ) -> list[Direction]:
     """Lay a batch out as query/key problems whose losses are averaged.
 
     clip: a against all b, and b against all a. simclr: Z = [a; b] against all of Z. A row's positive and the
-    row itself share its id, so the ids mask takes both out of the negatives.
+    row itself share its id, so the ids mask takes both out of the negatives. With shared keys, a direction's keys are
+    the rank's own.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
@@ -123,7 +164,7 @@ def directions(
         ids = torch.arange(len(a), device=a.device)
     if ids.shape != (len(a),) or ids.dtype != torch.int64:
         raise ValueError(f"ids must be ({len(a)},) int64: got {tuple(ids.shape)} {ids.dtype}")
-    keys = Keys(a, b, ids) if keys is None else keys
+    keys = keys if isinstance(keys, Keys) else Keys(a, b, ids)
     # float32 at least: a bf16 scalar product of unit vectors is only good to 1e-2
     wide = torch.promote_types(a.dtype, torch.float32)
     positive = (a.to(wide) * b.to(wide)).sum(-1)

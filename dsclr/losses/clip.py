@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from dsclr.losses.base import Keys
+from dsclr.losses.base import SharedKeys
 from dsclr.losses.topk import TopKInfoNCE
 from dsclr.ops.native import Backend
+from dsclr.ops.shared import Exchange
 
 
 class StreamingClipLoss(nn.Module):
@@ -19,8 +19,9 @@ class StreamingClipLoss(nn.Module):
     With the defaults value and gradients are those of ``ClipLoss`` on one process: every other row is a negative. With
     ``k`` only the k hardest negatives of each row count (:class:`TopKInfoNCE`).
 
-    Across ranks under DistributedDataParallel pass ``key_source=dsclr.negatives.gathered_keys``; loss and
-    gradients then equal ``ClipLoss(local_loss=True, gather_with_grad=True)``.
+    Across ranks under DistributedDataParallel pass ``exchange=dsclr.negatives.GatherExchange()``, or
+    ``RingExchange()`` for batches whose embeddings do not fit a card; loss and gradients then equal
+    ``ClipLoss(local_loss=True, gather_with_grad=True)``.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class StreamingClipLoss(nn.Module):
         tail: Literal["none", "lse"] = "none",
         false_negative_margin: float | None = None,
         backend: Backend = "auto",
-        key_source: Callable[[Tensor, Tensor, Tensor], Keys] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """
         Args:
             k, block_size, tail, false_negative_margin, backend: see :class:`TopKInfoNCE`.
-            key_source: ``(image_features, text_features, ids) -> Keys``; None: the rows of this call.
+            exchange: brings the rows of other ranks; None: the rows of this call are the keys.
         """
         super().__init__()
         self.loss_fn = TopKInfoNCE(
@@ -46,7 +47,7 @@ class StreamingClipLoss(nn.Module):
             false_negative_margin=false_negative_margin,
             backend=backend,
         )
-        self.key_source = key_source
+        self.exchange = exchange
 
     def forward(
         self,
@@ -65,13 +66,11 @@ class StreamingClipLoss(nn.Module):
             ids: (N,) int64; rows with equal ids are never each other's negatives. None: all differ, as in ClipLoss.
 
         Raises:
-            ValueError: shapes that do not fit together, or a key_source without ids.
+            ValueError: shapes that do not fit together, or an exchange without ids.
         """
-        keys = None
         scale = torch.as_tensor(logit_scale, device=image_features.device)
-        if self.key_source is not None:
-            if ids is None:
-                raise ValueError("ids are needed with a key_source: they tell which keys are the rows themselves")
-            keys = self.key_source(image_features, text_features, ids)
+        if self.exchange is not None and ids is None:
+            raise ValueError("ids are needed with an exchange: they tell which rows of other ranks are no negatives")
+        keys = None if self.exchange is None else SharedKeys(self.exchange)
         loss = self.loss_fn(image_features, text_features, scale, ids, keys).loss
         return {"contrastive_loss": loss} if output_dict else loss

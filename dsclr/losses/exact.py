@@ -5,8 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsclr.losses.base import Keys, LossOutput, are_own_keys, check_margin, check_objective, check_scale, directions
+from dsclr.losses.base import (
+    Keys,
+    LossOutput,
+    SharedKeys,
+    are_own_keys,
+    check_margin,
+    check_objective,
+    check_scale,
+    directions,
+)
 from dsclr.ops.streamed import streamed_infonce, streamed_self_infonce, streamed_symmetric_infonce
+from dsclr.ops.streamed_shared import shared_self_infonce, shared_symmetric_infonce
 
 
 class ExactInfoNCE:
@@ -15,6 +25,8 @@ class ExactInfoNCE:
     Gradients are formed in the forward, tile by tile (Inf-CL 2024); where the rows are their own keys, both
     directions ("clip") or both halves of the matrix ("simclr") come from one tile.
     """
+
+    streams_keys = True
 
     def __init__(self, objective: str = "clip", *, false_negative_margin: float | None = None) -> None:
         """
@@ -27,13 +39,24 @@ class ExactInfoNCE:
         self.false_negative_margin = check_margin(false_negative_margin)
 
     def __call__(
-        self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        logit_scale: Tensor,
+        ids: Tensor | None = None,
+        keys: Keys | SharedKeys | None = None,
     ) -> LossOutput:
         """See :class:`dsclr.losses.Loss`."""
         check_scale(logit_scale)
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
-        if not are_own_keys(a, b, keys) or first.bank or first.limit is not None:
+        if isinstance(keys, SharedKeys):
+            own = slice(0, len(a))
+            limit = None if first.limit is None else first.limit[own]
+            shared = shared_symmetric_infonce if self.objective == "clip" else shared_self_infonce
+            bank = {} if keys.bank is None else {"bank": keys.bank}
+            loss = shared(a, b, first.positive[own], logit_scale, first.q_ids[own], keys.exchange, limit=limit, **bank)
+        elif not are_own_keys(a, b, keys) or first.bank or first.limit is not None:
             parts = []
             for d in problems:
                 all_keys, key_ids = d.joined()

@@ -12,6 +12,7 @@ from dsclr.losses.base import (
     Direction,
     Keys,
     LossOutput,
+    SharedKeys,
     are_own_keys,
     check_margin,
     check_objective,
@@ -20,6 +21,7 @@ from dsclr.losses.base import (
     similarity_metrics,
 )
 from dsclr.losses.exact import ExactInfoNCE
+from dsclr.losses.topk_shared import SharedScan
 from dsclr.ops import (
     Kept,
     ScanStats,
@@ -45,6 +47,8 @@ class TopKInfoNCE:
     the kept pairs only. Where the rows are their own keys, one tile serves both directions ("clip"), or only the upper
     triangle of the matrix is visited ("simclr"). A row with fewer than k valid negatives uses those it has.
     """
+
+    streams_keys = True
 
     def __init__(
         self,
@@ -82,7 +86,12 @@ class TopKInfoNCE:
         self.exact = ExactInfoNCE(objective, false_negative_margin=false_negative_margin)
 
     def __call__(
-        self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None = None, keys: Keys | None = None
+        self,
+        a: Tensor,
+        b: Tensor,
+        logit_scale: Tensor,
+        ids: Tensor | None = None,
+        keys: Keys | SharedKeys | None = None,
     ) -> LossOutput:
         """See :class:`dsclr.losses.Loss`. Further metrics:
 
@@ -97,30 +106,76 @@ class TopKInfoNCE:
         if self.k == "all":
             return self.exact(a, b, logit_scale, ids, keys)
         check_scale(logit_scale)
+        if isinstance(keys, SharedKeys):
+            return self._shared(a, b, logit_scale, ids, keys)
         problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
         first = problems[0]
         tops = self._scan(problems, logit_scale, are_own_keys(a, b, keys))
-        stats = sum((top.stats for top in tops), ScanStats())
         kept = [Kept(d.q, d.keys, top, tuple(x.keys for x in d.bank)) for d, top in zip(problems, tops, strict=True)]
         loss = sparse_infonce(a, b, first.positive[: len(a)], kept, logit_scale)
+        captured = [_captured_mass(*pair, logit_scale) for pair in zip(problems, tops, strict=True)]
+        return LossOutput(loss, self._metrics(problems, tops, captured, len(first.keys), first.key_count))
+
+    def _shared(self, a: Tensor, b: Tensor, logit_scale: Tensor, ids: Tensor | None, keys: SharedKeys) -> LossOutput:
+        assert self.k != "all"
+        problems = directions(a, b, ids, keys, self.objective, self.false_negative_margin)
+        first = problems[0]
+        with_lse = self.tail == "lse"
+        scan = SharedScan(
+            problems,
+            keys,
+            keys.shared(a, b, first.q_ids[: len(a)]),
+            self.k,
+            logit_scale.detach(),
+            {
+                "block_size": self.block_size,
+                "limit": first.limit,
+                "lse_scale": logit_scale.detach() if with_lse else None,
+                "backend": self.backend,
+            },
+            [_sample(d)[: 0 if with_lse else None] for d in problems],
+        )
+        tops = scan.run()
+        loss = scan.loss(a, b, logit_scale, tops)
+        captured = [
+            _mass(top.values * logit_scale.detach(), top.lse)
+            if top.lse is not None
+            else _mass(top.values[sample] * logit_scale.detach(), whole)
+            for top, sample, whole in zip(tops, scan.samples, scan.sampled, strict=True)
+        ]
+        sides = 1 if self.objective == "clip" else 2
+        count = sides * (scan.key_count + keys.bank_rows)
+        return LossOutput(loss, self._metrics(problems, tops, captured, scan.bank_start, count))
+
+    def _metrics(
+        self,
+        problems: list[Direction],
+        tops: list[TopK],
+        captured: list[Tensor],
+        batch_keys: int,
+        all_keys: int,
+    ) -> dict[str, Tensor | float]:
+        """
+        Args:
+            batch_keys: number of keys of a direction without the bank's; all_keys: with them.
+        """
+        stats = sum((top.stats for top in tops), ScanStats())
         rows = sum(len(d.q) for d in problems)
         metrics = similarity_metrics(
             torch.cat([d.positive for d in problems]), torch.cat([top.values[:, 0] for top in tops])
         )
         metrics.update(
             skip_rate=stats.skip_rate,
-            expected_skip_rate=expected_skip_rate(self.k, self.block_size or DEFAULT_BLOCK_SIZE, first.key_count),
+            expected_skip_rate=expected_skip_rate(int(self.k), self.block_size or DEFAULT_BLOCK_SIZE, all_keys),
             selection_work=stats.selection_work,
-            captured_mass=torch.cat(
-                [_captured_mass(*pair, logit_scale) for pair in zip(problems, tops, strict=True)]
-            ).mean(),
+            captured_mass=torch.cat(captured).mean(),
         )
         if self.false_negative_margin is not None:
             metrics["false_negatives"] = stats.scores_over_limit / rows
-        if first.bank:
-            kept_from_bank = sum(int((top.indices >= len(first.keys)).sum()) for top in tops)
+        if all_keys > batch_keys:
+            kept_from_bank = sum(int((top.indices >= batch_keys).sum()) for top in tops)
             metrics["bank_share"] = kept_from_bank / max(1, sum(int((top.indices >= 0).sum()) for top in tops))
-        return LossOutput(loss, metrics)
+        return metrics
 
     def _scan(self, problems: list[Direction], logit_scale: Tensor, own_keys: bool) -> list[TopK]:
         assert self.k != "all"
@@ -159,24 +214,31 @@ class TopKInfoNCE:
         return tops
 
 
+def _sample(d: Direction) -> Tensor:
+    """(S,) numbers of queries, spread evenly: the same whatever the random state, and no draw that would disturb it."""
+    count = min(SAMPLED_ROWS, len(d.q))
+    return torch.arange(count, device=d.q.device) * len(d.q) // count
+
+
 @torch.no_grad()
 @as_written
 def _captured_mass(d: Direction, top: TopK, logit_scale: Tensor) -> Tensor:
     """(R,) sum of exp over the kept negatives / over all valid ones; rows without a valid negative are left out."""
     kept = top.values * logit_scale
     if top.lse is not None:
-        whole = top.lse
-    else:
-        count = min(SAMPLED_ROWS, len(d.q))
-        # Spread evenly: the same rows whatever the random state, and no draw that would disturb it.
-        sample = torch.arange(count, device=d.q.device) * len(d.q) // count
-        whole = kept.new_full((count,), -torch.inf)
-        for keys, key_ids in d.segments():
-            scores = (d.q[sample] @ keys.T).to(kept.dtype)
-            scores.masked_fill_(d.q_ids[sample, None] == key_ids[None, :], -torch.inf)
-            if d.limit is not None:
-                scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
-            whole = torch.logaddexp(whole, torch.logsumexp(scores * logit_scale, 1))
-        kept = kept[sample]
+        return _mass(kept, top.lse)
+    sample = _sample(d)
+    whole = kept.new_full((len(sample),), -torch.inf)
+    for keys, key_ids in d.segments():
+        scores = (d.q[sample] @ keys.T).to(kept.dtype)
+        scores.masked_fill_(d.q_ids[sample, None] == key_ids[None, :], -torch.inf)
+        if d.limit is not None:
+            scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
+        whole = torch.logaddexp(whole, torch.logsumexp(scores * logit_scale, 1))
+    return _mass(kept[sample], whole)
+
+
+def _mass(kept: Tensor, whole: Tensor) -> Tensor:
+    """kept: (R, k) logits. whole: (R,) log-sum-exp of all valid logits."""
     some = whole > -math.inf
     return (torch.logsumexp(kept[some], 1) - whole[some]).exp().clamp(max=1.0)

@@ -1,50 +1,116 @@
-"""The rows of all ranks are the keys of every rank."""
+"""The rows of all ranks on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dsclr.losses import Keys
+from dsclr.negatives.selected import SelectedRows, select
+from dsclr.negatives.transport import Transport
+from dsclr.ops.shared import Back, Merge, Visit, Work, merge_
 
 
-def gathered_keys(a: Tensor, b: Tensor, ids: Tensor) -> Keys:
-    """Keys of all ranks in rank order, differentiable.
+@dataclass
+class _Arriving:
+    """A part of every rank's rows.
 
-    The backward sums over ranks what each of them found for a rank's rows. With a loss that is a mean over
-    the rank's own rows, and DeepSpeed's averaging of parameter gradients over ranks, the result is the
-    gradient of the one-process loss, with no further factor.
-
-    Args:
-        a, b: (N, D) embeddings, N the same on every rank.
-        ids: (N,) int64.
+    Attributes:
+        whole: (W, C, ...) tensors. handles: of their transfers.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Keys(a, b, ids)
-    return Keys(_Gather.apply(a), _Gather.apply(b), _all_gather(ids))
+
+    start: int
+    whole: list[Tensor]
+    handles: list[Any]
+
+    def arrived(self) -> list[Tensor]:
+        while self.handles:
+            self.handles.pop().wait()
+        return self.whole
 
 
-def _all_gather(x: Tensor) -> Tensor:
-    whole = x.new_empty((dist.get_world_size() * len(x), *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x.contiguous())
-    return whole
+class GatheredRows:
+    """See :class:`dsclr.ops.shared.SharedRows`. The transfers begin at once."""
 
+    holds = True
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _all_gather(x)
+    def __init__(self, transport: Transport, own: Sequence[Tensor], chunk: int) -> None:
+        """
+        Args:
+            own: tensors of N rows each, N the same on every rank.
+            chunk: rows of every rank in a transfer.
+        """
+        self.transport, self.own, self.chunk = transport, tuple(x.detach().contiguous() for x in own), chunk
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self._parts = self._gather(self.own)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        own = grad.new_empty((len(grad) // dist.get_world_size(), *grad.shape[1:]))
-        if dist.get_backend() == "gloo":
-            # gloo has no reduce-scatter for every torch this project admits
-            grad = grad.clone()
-            dist.all_reduce(grad)
-            return grad.chunk(dist.get_world_size())[dist.get_rank()]
-        dist.reduce_scatter_tensor(own, grad.contiguous())
-        return own
+    def visit(self, work: Work, more: Sequence[Tensor] = (), back: Sequence[Back] = ()) -> tuple[Tensor, ...]:
+        more = tuple(x.detach().contiguous() for x in more)
+        collected = [
+            [x.start.new_empty((self.world_size, len(part.whole[0][0]), *x.start.shape[1:])) for x in back]
+            for part in self._parts
+        ]
+        totals = [x.start.contiguous() for x in back]
+        further = self._gather(more) if more else [None] * len(self._parts)
+        if not more:
+            self.transport.agree()
+        failure: Exception | None = None
+
+        def contributions(owner: int, start: int, rows: list[Tensor]) -> Sequence[Tensor]:
+            nonlocal failure
+            if failure is None:
+                try:
+                    return work(Visit(owner, start, tuple(rows)))
+                except Exception as error:
+                    # The other ranks wait for this one's contributions and get some.
+                    failure = error
+            return [x.start.new_zeros((len(rows[0]), *x.start.shape[1:])) for x in back]
+
+        for total, x, contribution in zip(totals, back, contributions(self.rank, 0, [*self.own, *more]), strict=True):
+            merge_(total, contribution.to(total.dtype), x.merge)
+        for part, extra, buffers in zip(self._parts, further, collected, strict=True):
+            whole = [*part.arrived(), *(extra.arrived() if extra is not None else ())]
+            for distance in range(1, self.world_size):
+                owner = (self.rank + distance) % self.world_size
+                given = contributions(owner, part.start, [x[owner] for x in whole])
+                for buffer, contribution in zip(buffers, given, strict=True):
+                    buffer[owner] = contribution
+            for total, x, buffer in zip(totals, back, buffers, strict=True):
+                self._merge_others(total[part.start : part.start + buffer.shape[1]], buffer, x.merge)
+        if failure is not None:
+            raise failure
+        return tuple(totals)
+
+    def collect(self) -> tuple[Tensor, ...]:
+        parts = [part.arrived() for part in self._parts]
+        return tuple(torch.cat(column, dim=1).flatten(0, 1) for column in zip(*parts, strict=True))
+
+    def select(self, numbers: Sequence[Tensor], row_bytes: int, back_bytes: int) -> list[SelectedRows] | None:
+        rows = len(self.own[0])
+        visit = rows * (self.world_size - 1) * len(numbers) * back_bytes
+        return select(self.transport, numbers, rows, numbers[0].itemsize + back_bytes, visit)
+
+    def _gather(self, own: Sequence[Tensor]) -> list[_Arriving]:
+        rows = len(own[0])
+        parts = []
+        for start in range(0, rows, self.chunk):
+            length = min(self.chunk, rows - start)
+            parts.append(_Arriving(start, [x.new_empty((self.world_size, length, *x.shape[1:])) for x in own], []))
+        # Memory first: a rank that has none must not leave the others within a transfer.
+        self.transport.agree()
+        for part in parts:
+            for x, whole in zip(own, part.whole, strict=True):
+                part.handles.append(self.transport.gather(whole, x[part.start : part.start + whole.shape[1]]))
+        return parts
+
+    def _merge_others(self, total: Tensor, parts: Tensor, merge: Merge) -> None:
+        """total: (C, ...) of this rank's rows; parts: (W, C, ...) for the rows of every rank, this one's unset."""
+        if merge == "sum":
+            parts[self.rank] = 0
+            merge_(total, self.transport.reduce_scatter(parts), merge)
+        else:
+            parts[self.rank] = -torch.inf
+            merge_(total, torch.logsumexp(self.transport.all_to_all(parts), 0), merge)

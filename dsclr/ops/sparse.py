@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsclr.ops.pairs import SortedPairs, row_parts
 from dsclr.ops.precision import as_written
 from dsclr.ops.topk import TopK
-
-# Rows of a gradient worked on at once.
-BAG_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,12 @@ def sparse_infonce(a: Tensor, b: Tensor, positive: Tensor, parts: Sequence[Kept]
         missing_of_pairs = torch.zeros_like(positive)
         weights = []
         for part in parts:
-            values, p = part.topk.values, positive.repeat(len(part.q) // len(positive))
-            # -inf, where padded, stays -inf: the scale is positive.
-            logits = values * s
-            rest = torch.logsumexp(logits, 1) if part.topk.lse is None else part.topk.lse
-            normaliser = torch.logaddexp(rest, s * p)
-            logits.sub_(normaliser[:, None]).exp_()
-            missing = (s * p - normaliser).exp_().sub_(1)
-            loss += (normaliser - s * p).sum() / rows
-            grad_scale += ((logits * values.clamp(min=-torch.finfo(wide).max)).sum() + (missing * p).sum()) / rows
-            missing_of_pairs += missing.view(-1, len(positive)).sum(0) / rows
-            weights.append(logits)
+            p = positive.repeat(len(part.q) // len(positive))
+            softmax = softmax_of_kept(part.topk, p, s)
+            loss += softmax.losses.sum() / rows
+            grad_scale += softmax.grad_scale / rows
+            missing_of_pairs += softmax.missing.view(-1, len(positive)).sum(0) / rows
+            weights.append(softmax.weights)
     tensors: list[Tensor] = []
     slots = [(_slot(tensors, part.q), _slot(tensors, part.keys)) for part in parts]
     pair = (_slot(tensors, a), _slot(tensors, b))
@@ -83,6 +76,39 @@ def sparse_infonce(a: Tensor, b: Tensor, positive: Tensor, parts: Sequence[Kept]
     ]
     saved = _Saved(kept, pair, missing_of_pairs, grad_scale, s, rows)
     return _SparseInfoNCE.apply(loss, saved, scale, *tensors)
+
+
+@dataclass(frozen=True)
+class KeptSoftmax:
+    """The loss of queries over the keys that were kept for them.
+
+    Attributes:
+        losses: (R,) n_i - scale p_i.
+        weights: (R, k) of the kept keys in the softmax; 0 where there are fewer.
+        missing: (R,) d losses / d (scale p_i).
+        grad_scale: 0-dim, d (sum of losses) / d scale.
+    """
+
+    losses: Tensor
+    weights: Tensor
+    missing: Tensor
+    grad_scale: Tensor
+
+
+def softmax_of_kept(topk: TopK, positive: Tensor, scale: Tensor) -> KeptSoftmax:
+    """
+    Args:
+        positive: (R,) p_i. scale: 0-dim; both in the dtype of the top k's values.
+    """
+    # -inf, where padded, stays -inf: the scale is positive.
+    weights = topk.values * scale
+    rest = torch.logsumexp(weights, 1) if topk.lse is None else topk.lse
+    normaliser = torch.logaddexp(rest, scale * positive)
+    weights.sub_(normaliser[:, None]).exp_()
+    missing = (scale * positive - normaliser).exp_().sub_(1)
+    finite = topk.values.clamp(min=-torch.finfo(scale.dtype).max)
+    grad_scale = (weights * finite).sum() + (missing * positive).sum()
+    return KeptSoftmax(normaliser - scale * positive, weights, missing, grad_scale)
 
 
 def _slot(tensors: list[Tensor], x: Tensor) -> int:
@@ -143,7 +169,7 @@ class _SparseInfoNCE(torch.autograd.Function):
             if grad_q is not None:
                 _add_query_gradient(grad_q, (keys, *part.further), part.indices, part.weights)
             if grad_keys is not None:
-                _add_key_gradient(grad_keys, q, part.indices, part.weights)
+                SortedPairs(part.indices, part.weights).add_to_keys(grad_keys, q)
         # The factor goes to the results: scaled weights would be another R x k.
         factor = grad * saved.scale
         for total in totals:
@@ -168,7 +194,7 @@ def _add_query_gradient(total: Tensor, segments: Sequence[Tensor], indices: Tens
     for keys in segments:
         last = first + len(keys)
         rows = keys.to(total.dtype)
-        for part in _parts(len(total)) if len(keys) else ():
+        for part in row_parts(len(total)) if len(keys) else ():
             some = indices[part]
             total[part] += F.embedding_bag(
                 (some - first).clamp_(0, len(keys) - 1),
@@ -177,33 +203,3 @@ def _add_query_gradient(total: Tensor, segments: Sequence[Tensor], indices: Tens
                 mode="sum",
             )
         first = last
-
-
-def _add_key_gradient(total: Tensor, q: Tensor, indices: Tensor, weights: Tensor) -> None:
-    """total_j += sum_i weights_ij q_i over the pairs sorted by key; indices beyond the keys are not looked at.
-
-    Args:
-        total: (M, D) float32 at least.
-    """
-    columns = indices.flatten()
-    if len(total) < 2**31:
-        columns = columns.clamp(max=2**31 - 1).to(torch.int32)
-    columns, pairs = columns.sort(stable=True)
-    ends = torch.searchsorted(columns, torch.arange(len(total) + 1, device=q.device, dtype=columns.dtype))
-    del columns
-    rows, weights, k = q.to(total.dtype), weights.flatten(), indices.shape[1]
-    for part in _parts(len(total)):
-        first, last = int(ends[part.start]), int(ends[part.stop])
-        some = pairs[first:last]
-        total[part] += F.embedding_bag(
-            some // k,
-            rows,
-            ends[part] - first,
-            per_sample_weights=weights[some].to(total.dtype),
-            mode="sum",
-        )
-
-
-def _parts(length: int) -> list[slice]:
-    # A bag of all rows at once would be another tensor of the size of the gradient.
-    return [slice(start, min(start + BAG_ROWS, length)) for start in range(0, length, BAG_ROWS)]

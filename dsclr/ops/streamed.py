@@ -51,11 +51,11 @@ def streamed_infonce(
     with torch.no_grad():
         s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
         normaliser = torch.empty_like(p)
-        graph, keys_graph = _needed(*inputs), _needed(keys)
+        graph, keys_graph = needed(*inputs), needed(keys)
         grad_q = torch.empty_like(q, dtype=wide)
         grad_keys = torch.zeros_like(keys, dtype=wide)
         tiles = _Tiles(q, keys, s, SameIds(q_ids, key_ids), limit)
-        for rows in _row_tiles(len(q), len(keys)):
+        for rows in row_tiles(len(q), len(keys)):
             # exp(logits - top) serves the sum and, rescaled by row, the softmax.
             weights, top, total = _exponentials(tiles.scores(rows), s)
             normaliser[rows] = torch.logaddexp(top + total.log(), s * p[rows])
@@ -64,7 +64,7 @@ def streamed_infonce(
                 weights = weights.to(q.dtype)
                 grad_q[rows] = (weights @ keys).to(wide) * rescale
                 if keys_graph:
-                    _add_product(grad_keys, weights.T, (q[rows] * rescale).to(q.dtype))
+                    add_product(grad_keys, weights.T, (q[rows] * rescale).to(q.dtype))
         loss = (normaliser - s * p).mean()
         if not graph:
             return loss
@@ -72,7 +72,7 @@ def streamed_infonce(
         grad_scale = ((q * grad_q).sum() + (missing * p).sum()) / len(q)
         factor = s / len(q)
         grads = (grad_q * factor, grad_keys * factor, missing * factor, grad_scale)
-    return _attach(loss, inputs, grads)
+    return attach_gradients(loss, inputs, grads)
 
 
 @as_written
@@ -91,27 +91,27 @@ def streamed_symmetric_infonce(a: Tensor, b: Tensor, positive: Tensor, scale: Te
         s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
         by_row, by_column = torch.empty_like(p), s * p
         tiles = _Tiles(a, b, s, SameIds(ids, ids))
-        for rows in _row_tiles(len(a), len(b)):
+        for rows in row_tiles(len(a), len(b)):
             logits = tiles.logits(rows)
-            by_row[rows] = torch.logaddexp(_logsumexp(logits, 1), s * p[rows])
-            by_column = torch.logaddexp(by_column, _logsumexp(logits, 0))
+            by_row[rows] = torch.logaddexp(logsumexp(logits, 1), s * p[rows])
+            by_column = torch.logaddexp(by_column, logsumexp(logits, 0))
         loss = (by_row + by_column - 2 * s * p).mean() / 2
-        if not _needed(*inputs):
+        if not needed(*inputs):
             return loss
         grad_a = torch.empty_like(a, dtype=wide)
         grad_b = torch.zeros_like(b, dtype=wide)
-        for rows in _row_tiles(len(a), len(b)):
+        for rows in row_tiles(len(a), len(b)):
             logits = tiles.logits(rows)
             weights = (logits - by_row[rows, None]).exp_()
             weights += logits.sub_(by_column).exp_()
             weights = weights.to(a.dtype)
             grad_a[rows] = (weights @ b).to(wide)
-            _add_product(grad_b, weights.T, a[rows])
+            add_product(grad_b, weights.T, a[rows])
         missing = (s * p - by_row).exp() + (s * p - by_column).exp() - 2
         grad_scale = ((a * grad_a).sum() + (missing * p).sum()) / (2 * len(a))
         factor = s / (2 * len(a))
         grads = (grad_a * factor, grad_b * factor, missing * factor, grad_scale)
-    return _attach(loss, inputs, grads)
+    return attach_gradients(loss, inputs, grads)
 
 
 @as_written
@@ -130,35 +130,35 @@ def streamed_self_infonce(z: Tensor, positive: Tensor, scale: Tensor, ids: Tenso
         s, p = scale.detach().to(wide).reshape(()), positive.detach().to(wide)
         normaliser = s * p
         tiles = _Tiles(z, z, s, SameIds(ids, ids))
-        for rows in _row_tiles(len(z), len(z)):
+        for rows in row_tiles(len(z), len(z)):
             logits = tiles.logits(rows, rows.start)
-            normaliser[rows] = torch.logaddexp(normaliser[rows], _logsumexp(logits, 1))
+            normaliser[rows] = torch.logaddexp(normaliser[rows], logsumexp(logits, 1))
             right = logits[:, rows.stop - rows.start :]
-            normaliser[rows.stop :] = torch.logaddexp(normaliser[rows.stop :], _logsumexp(right, 0))
+            normaliser[rows.stop :] = torch.logaddexp(normaliser[rows.stop :], logsumexp(right, 0))
         loss = (normaliser - s * p).mean()
-        if not _needed(*inputs):
+        if not needed(*inputs):
             return loss
         grad_z = torch.zeros_like(z, dtype=wide)
-        for rows in _row_tiles(len(z), len(z)):
+        for rows in row_tiles(len(z), len(z)):
             logits = tiles.logits(rows, rows.start)
             weights = (logits - normaliser[rows, None]).exp_()
             weights += logits.sub_(normaliser[rows.start :]).exp_()
             weights = weights.to(z.dtype)
             grad_z[rows] += (weights @ z[rows.start :]).to(wide)
-            _add_product(grad_z[rows.stop :], weights[:, rows.stop - rows.start :].T, z[rows])
+            add_product(grad_z[rows.stop :], weights[:, rows.stop - rows.start :].T, z[rows])
         missing = (s * p - normaliser).exp() - 1
         # The weights hold every pair from both of its rows, the loss from one.
         grad_scale = ((z * grad_z).sum() / 2 + (missing * p).sum()) / len(z)
         factor = s / len(z)
         grads = (grad_z * factor, missing * factor, grad_scale)
-    return _attach(loss, inputs, grads)
+    return attach_gradients(loss, inputs, grads)
 
 
-def _needed(*inputs: Tensor) -> bool:
+def needed(*inputs: Tensor) -> bool:
     return any(x.requires_grad for x in inputs)
 
 
-def _row_tiles(rows: int, columns: int) -> Iterator[slice]:
+def row_tiles(rows: int, columns: int) -> Iterator[slice]:
     height = max(16, TILE_SCORES // max(columns, 1))
     for start in range(0, rows, height):
         yield slice(start, min(start + height, rows))
@@ -192,7 +192,7 @@ class _Tiles:
         return self.scores(rows, first_key).mul_(self.scale)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in total's dtype and without a temporary where it is also theirs."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -219,12 +219,12 @@ def _finite_max(logits: Tensor, dim: int) -> Tensor:
     return top.masked_fill_(top == -torch.inf, 0.0)
 
 
-def _logsumexp(logits: Tensor, dim: int) -> Tensor:
+def logsumexp(logits: Tensor, dim: int) -> Tensor:
     top = _finite_max(logits, dim)
     return (logits - top.unsqueeze(dim)).exp_().sum(dim).log() + top
 
 
-def _attach(loss: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
+def attach_gradients(loss: Tensor, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
     """The loss as a function of its inputs with these gradients."""
     shaped = (grad.reshape(x.shape) for x, grad in zip(inputs, grads, strict=True))
     return _WithGradients.apply(loss, len(inputs), *inputs, *shaped)

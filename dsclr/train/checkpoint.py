@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from dsclr.config import ConfigError
-from dsclr.negatives import MemoryBank
-from dsclr.rng import RandomState
+from dsclr.data.order import Slots
+from dsclr.negatives import Bank
 from dsclr.train.durable import Writes, damage, seal, sync_folder
+from dsclr.train.run_state import read_run, write_run
 from dsclr.train.runtime import Runtime
 from dsclr.units import format_bytes
 
@@ -39,8 +39,14 @@ class CheckpointError(TrainingError):
 
 @dataclass
 class Progress:
-    """How far a run is; ``consumed`` and below of this rank's TrainLoader."""
+    """How far a run is.
 
+    Attributes:
+        slots: which positions of the data the ranks read.
+        consumed, skipped_samples, noted_samples: of this rank's TrainLoader.
+    """
+
+    slots: Slots
     step: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0
@@ -72,7 +78,7 @@ class Checkpoints:
         """Oldest first."""
         return complete_checkpoints(self.folder)
 
-    def save(self, engine: Any, progress: Progress, bank: MemoryBank | None = None) -> Path:
+    def save(self, engine: Any, progress: Progress, bank: Bank | None = None) -> Path:
         """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last.
 
         Everything is on the disk before the checkpoint gets its name, and every rank knows that it is.
@@ -86,24 +92,7 @@ class Checkpoints:
         if self.runtime.is_main:
             writes.attempt(lambda: _make_empty(temporary))
         self._agree(writes, temporary)
-        with writes.of_engine(engine):
-            engine.save_checkpoint(
-                str(self.folder),
-                tag=temporary.name,
-                save_latest=False,
-                exclude_frozen_parameters=not self.save_frozen,
-            )
-        state = RandomState.capture(self.runtime.device)
-        writes.save(
-            {
-                "progress": vars(progress),
-                "world_size": self.runtime.world_size,
-                "host": state.host,
-                "device": state.device,
-                "bank": None if bank is None else bank.state_dict(),
-            },
-            temporary / f"rank-{self.runtime.rank:05d}.pt",
-        )
+        write_run(temporary, self.runtime, engine, vars(progress), bank, writes, frozen=self.save_frozen)
         self._agree(writes, temporary)
         if self.runtime.is_main:
             writes.attempt(lambda: self._complete(temporary, final))
@@ -182,38 +171,25 @@ class Checkpoints:
             )
         return None
 
-    def load(self, engine: Any, checkpoint: Path, bank: MemoryBank | None = None) -> Progress:
+    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None, seed: int = 0) -> Progress:
         """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
 
+        Another number of ranks, ZeRO stage or precision than it was written with will do, see
+        :func:`dsclr.train.run_state.read_run`.
+
+        Args:
+            seed: of the run.
+
         Raises:
-            ConfigError: missing or damaged files, or another number of ranks.
+            ConfigError: missing or damaged files, or another model or optimizer.
         """
-        own = checkpoint / f"rank-{self.runtime.rank:05d}.pt"
-        ranks = len(list(checkpoint.glob("rank-*.pt")))
-        if ranks != self.runtime.world_size:
-            raise ConfigError(
-                f"{checkpoint} was written by {ranks} rank(s), this run has {self.runtime.world_size}: "
-                "resume with the same number"
-            )
         try:
-            state = torch.load(own, weights_only=True)
-            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False)
+            return Progress(**read_run(checkpoint, self.runtime, engine, bank, seed))
         except (OSError, RuntimeError, KeyError, EOFError) as error:
             raise ConfigError(
                 f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}): if it is damaged, delete it "
                 "and resume from the one before"
             ) from error
-        if path is None:
-            raise ConfigError(f"{checkpoint} holds no DeepSpeed state for this configuration")
-        if bank is not None:
-            if state["bank"] is None:
-                raise ConfigError(f"{checkpoint} holds no memory bank: resume without dsclr.negatives.bank")
-            try:
-                bank.load_state_dict(state["bank"], self.runtime.device)
-            except ValueError as error:
-                raise ConfigError(f"{checkpoint}: {error}; set dsclr.negatives.bank.size accordingly") from error
-        RandomState(state["host"], state["device"]).restore(self.runtime.device)
-        return Progress(**state["progress"])
 
 
 def _make_empty(folder: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,35 +51,6 @@ class Writes:
                 _sync(out)
 
         self.attempt(write)
-
-    @contextmanager
-    def of_engine(self, engine: Any) -> Iterator[None]:
-        """Meanwhile a DeepSpeedEngine writes its files through this."""
-        ours = _Through(engine.checkpoint_engine, self)
-        theirs, engine.checkpoint_engine = engine.checkpoint_engine, ours
-        # Copies scripts of DeepSpeed's beside the checkpoints, where an error would leave the other ranks waiting.
-        engine._copy_recovery_script = lambda _: None
-        try:
-            yield
-        finally:
-            engine.checkpoint_engine = theirs
-            del engine._copy_recovery_script
-
-
-class _Through:
-    """A checkpoint engine of DeepSpeed that leaves the writing to :class:`Writes`."""
-
-    def __init__(self, inner: Any, writes: Writes) -> None:
-        self._inner, self._writes = inner, writes
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._writes.save(state_dict, Path(path))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._writes.attempt(lambda: os.makedirs(path, exist_ok=exist_ok))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def seal(folder: Path) -> None:

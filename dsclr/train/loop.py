@@ -21,6 +21,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from dsclr.config import Config, ConfigError
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
 from dsclr.data.dataset import ShardDataset
+from dsclr.data.order import Slots
 from dsclr.data.tasks import Task
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.interruption import Interrupted, Interruption
@@ -36,7 +37,7 @@ from dsclr.models import (
     image_settings,
     save_trained,
 )
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import build_bank
 from dsclr.ops.native import choose_backend
 from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, step_of_last_line, tensorboard_events, write_atomically
@@ -46,10 +47,13 @@ from dsclr.retention import Retention
 from dsclr.train.bad_steps import BadSteps
 from dsclr.train.checkpoint import Checkpoints, Progress, TrainingError, has_frozen_random_weights
 from dsclr.train.data_report import DataReport
-from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.determinism import explained, make_deterministic
+from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.finite import NotFinite, first_not_finite, training_state
+from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
+from dsclr.train.timing import rank_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +170,8 @@ class _Run:
     def __init__(self, plan: Plan, runtime: Runtime, resume: str | None, interruption: Interruption) -> None:
         self.plan, self.runtime, self.interruption = plan, runtime, interruption
         ours = plan.config.dsclr
+        if ours.run.deterministic:
+            make_deterministic()
         # Every rank makes the same weights, then draws its own dropout.
         torch.manual_seed(ours.run.seed)
         self.model: ContrastiveModel = build_model(ours.model, ours.objective)
@@ -181,9 +187,9 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
-        bank = ours.negatives.bank
-        self.bank = None if bank is None else MemoryBank(bank.size, bank.max_age)
-        self.progress = self._resume(resume) if resume else Progress()
+        self.bank = build_bank(ours.negatives.bank, runtime.world_size, ours.negatives.across_ranks)
+        self.rows = plan.config.train_batch_size // runtime.world_size
+        self.progress = self._resume(resume) if resume else self._start()
         # The step of the newest checkpoint.
         self.saved_at = self.progress.step
         if runtime.is_main:
@@ -193,10 +199,11 @@ class _Run:
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
-            plan.config.train_batch_size // runtime.world_size,
+            self.rows,
             rank=runtime.rank,
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
+            slots=self.progress.slots,
             consumed=self.progress.consumed,
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
@@ -250,9 +257,15 @@ class _Run:
                 "micro-batches when memory runs out"
             )
 
+    def _start(self) -> Progress:
+        return Progress(slots=Slots(self.rows, self.runtime.world_size))
+
     def _resume(self, mode: str) -> Progress:
-        checkpoint = self._choose(mode)
-        progress = Progress() if checkpoint is None else self.checkpoints.load(self.engine, checkpoint, self.bank)
+        checkpoint, seed = self._choose(mode), self.plan.config.dsclr.run.seed
+        if checkpoint is None:
+            progress = self._start()
+        else:
+            progress = self.checkpoints.load(self.engine, checkpoint, self.bank, seed)
         if self.runtime.is_main:
             # Of a run that is started anew not even the evaluation before its first step.
             self.plan.folder.forget_after(-1 if checkpoint is None else progress.step)
@@ -289,12 +302,14 @@ class _Run:
         while self.progress.step < last_step:
             self._stop_if_asked()
             started = time.perf_counter()
-            batch = next(batches)
+            with self.step.clock.waiting_for_data():
+                batch = next(batches)
             # Before this there is nothing to save, and a signal ends the process at once.
             self.interruption.defer()
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
             streak.before_step(self.progress, self.runtime.device)
-            result = self.step(batch, self.progress.step)
+            with explained():
+                result = self.step(batch, self.progress.step)
             # Before the next one is made: two would take twice the memory, or the disk.
             del batch
             seconds = time.perf_counter() - started
@@ -415,7 +430,9 @@ class _Run:
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
-        data_metrics = self.data_report.metrics()
+        of_data = self.data_report.counts()
+        of_ranks = self.step.clock.counts(self.runtime.rank, self.runtime.world_size)
+        counts = self.runtime.added([*of_data, *of_ranks])
         if not self.runtime.is_main:
             return
         record: dict[str, Any] = {
@@ -432,7 +449,8 @@ class _Run:
             "peak_bytes": peak_bytes(self.runtime.device),
             "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
-            **data_metrics,
+            **rank_metrics(counts[len(of_data) :], self.rows, seconds),
+            **self.data_report.metrics(counts[: len(of_data)]),
         }
         append_line(self.plan.folder.metrics, record)
         self.engine.monitor.write_events(tensorboard_events(record, "train"))

@@ -10,6 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dsclr.config import ConfigError
+from dsclr.launcher import find_place
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -23,10 +26,12 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-
-def world_size_from_environment() -> int:
-    """Ranks that the launcher (deepspeed, torchrun, srun) announced; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    def added(self, counts: list[int]) -> list[int]:
+        """Element by element over all ranks, which call this together with lists of one length."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        summed: list[int] = total.tolist()
+        return summed
 
 
 def device_type() -> torch.device:
@@ -44,8 +49,12 @@ def start(timeout_seconds: float = 1800) -> Runtime:
 
     Args:
         timeout_seconds: a rank that waits longer than this for the others fails.
+
+    Raises:
+        ConfigError: the environment holds half a group, or the machine shows fewer devices than it has ranks.
     """
-    if "RANK" not in os.environ:
+    place = find_place()
+    if not os.environ.get("RANK"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -53,27 +62,30 @@ def start(timeout_seconds: float = 1800) -> Runtime:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(
-        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
-    )
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # Compiling this op takes minutes and a compiler; gloo does its work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         device = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
     else:
-        accelerator.set_device(local_rank)
-        device = torch.device(accelerator.device_name(local_rank))
+        if place.local_world_size > accelerator.device_count():
+            raise ConfigError(
+                f"{place.local_world_size} ranks on this machine need a device each, but see "
+                f"{accelerator.device_count()}: start as many ranks as there are devices, all of them visible to every "
+                "rank (srun: --gpus-per-node, without --gpus-per-task and --gpu-bind). How many ranks this machine "
+                "has is what LOCAL_WORLD_SIZE says"
+            )
+        accelerator.set_device(place.local_rank)
+        device = torch.device(accelerator.device_name(place.local_rank))
     if not dist.is_initialized():
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name(),
             verbose=False,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    return Runtime(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, device)
+    return Runtime(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, device)
 
 
 def stop() -> None:

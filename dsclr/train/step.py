@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,21 +17,23 @@ from torch import Tensor, nn
 
 from dsclr.config import Config
 from dsclr.data import BatchLike
-from dsclr.losses import Keys, Loss, LossOutput, build_loss
+from dsclr.losses import Keys, Loss, LossOutput, SharedKeys, backward_of_collected, build_loss, streams_keys
 from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
 from dsclr.models.statistics import capture_statistics, frozen_statistics
-from dsclr.negatives import KEY_SOURCES, MemoryBank
+from dsclr.negatives import EXCHANGES, Bank, Exchange
+from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
+from dsclr.train.engine import deliver_gradients, loss_scale
 from dsclr.train.finite import NotFinite, first_not_finite, named_embeddings, named_gradients
+from dsclr.train.masters import clamp_master, master_value
+from dsclr.train.timing import StepClock
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-KeySource = Callable[[Tensor, Tensor, Tensor], Keys]
 T = TypeVar("T")
 
 
@@ -89,7 +92,7 @@ class _Chunk:
 class _LossResult:
     value: Tensor
     metrics: dict[str, Tensor | float]
-    keys: Keys
+    rows: SharedRows | None
     log_scale_grad: Tensor | None
 
 
@@ -110,7 +113,7 @@ class ContrastiveStep:
     Args:
         engine: a DeepSpeedEngine around a ContrastiveModel.
         loss_fn: of :mod:`dsclr.losses`.
-        key_source: of :mod:`dsclr.negatives`.
+        exchange: of :mod:`dsclr.negatives`; None: a rank's keys are its own rows.
         micro_batch_size: rows a chunk; halved when memory runs out.
         device: where the engine lives.
         max_logit_scale: the multiplicative scale is clamped to this after every step.
@@ -119,23 +122,28 @@ class ContrastiveStep:
 
     Attributes:
         recoveries: how often a step was done again.
+        clock: told of the phases in which this rank works alone.
     """
 
     engine: Any
     loss_fn: Loss
-    key_source: KeySource
+    exchange: Exchange | None
     micro_batch_size: int
     device: torch.device
     max_logit_scale: float
-    bank: MemoryBank | None = None
+    bank: Bank | None = None
     retention: Retention | None = None
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
         self._flags = torch.zeros(3, device=self.device)
         self._kept_rows, self._kept_hidden = 0, False
+        self._phase = ""
+        if self.exchange is not None:
+            self.exchange.transport.agree = partial(self._agree, False)
 
     def __call__(self, batch: BatchLike, number: int = 0) -> StepResult:
         """
@@ -191,7 +199,7 @@ class ContrastiveStep:
             clamp_master(log_scale, math.log(self.max_logit_scale))
         if self.bank is not None:
             with _no_way_back(number, "memory bank", "lower dsclr.negatives.bank.size"):
-                self.bank.add(loss.keys.a, loss.keys.b, loss.keys.ids, number)
+                self.bank.add(a, b, batch.ids.to(self.device), number, loss.rows)
         metrics = {name: float(value) for name, value in loss.metrics.items()}
         metrics.update(micro_batch_size=min(self.micro_batch_size, batch.rows), retained=self._kept_rows / batch.rows)
         self._retention.observe_step(peak_bytes(self.device), self._kept_rows)
@@ -203,29 +211,40 @@ class ContrastiveStep:
         # The optimizer's fp32 value: a bf16 copy is only good to 1 %.
         log_scale_value = master_value(log_scale).requires_grad_(log_scale.requires_grad)
         ids = batch.ids.to(self.device, non_blocking=True)
-        # Not in _together: some ranks may be inside the gather.
-        gathering = "keys of all ranks", "lower train_batch_size, or set dsclr.step.retain to fewer bytes"
-        with _no_way_back(number, *gathering):
-            keys = self.key_source(a, b, ids)
-        # The loss sees gathered keys as leaves, so that it communicates nothing and may fail on one rank.
-        leaves = replace(keys, a=_leaf(keys.a, a), b=_leaf(keys.b, b))
-        metrics: dict[str, Tensor | float] = {}
-        if self.bank is not None:
-            leaves = replace(leaves, bank=self.bank.keys(number))
-            metrics.update(self.bank.metrics(number))
+        metrics: dict[str, Tensor | float] = {} if self.bank is None else dict(self.bank.metrics(number))
+        sent = 0 if self.exchange is None else self.exchange.transport.bytes_sent
 
-        def loss() -> LossOutput:
-            output = self.loss_fn(a, b, log_scale_value.exp(), ids, leaves)
-            output.loss.backward()
-            return output
+        def loss() -> tuple[LossOutput, SharedRows | None]:
+            scale = log_scale_value.exp()
+            if self.exchange is None:
+                keys = Keys(a, b, ids, () if self.bank is None else self.bank.keys(number))
+                output, rows = self.loss_fn(a, b, scale, ids, keys), None
+                output.loss.backward()
+            elif streams_keys(self.loss_fn):
+                output, rows = self._streamed(self.exchange, a, b, scale, ids, number)
+                output.loss.backward()
+            else:
+                bank = () if self.bank is None else self.bank.keys(number)
+                output, rows = backward_of_collected(self.loss_fn, self.exchange, a, b, scale, ids, bank)
+            return output, rows
 
-        output = self._together("loss", loss)
-        if leaves.a is not a:
-            with _no_way_back(number, *gathering):
-                torch.autograd.backward([keys.a, keys.b], [_gradient(leaves.a), _gradient(leaves.b)])
+        output, rows = self._together("loss", loss, alone=self.exchange is None)
+        if self.exchange is not None:
+            metrics["negatives_bytes_sent"] = self.exchange.transport.bytes_sent - sent
         metrics.update(output.metrics)
         grad = log_scale_value.grad
-        return _LossResult(output.loss.detach(), metrics, keys, None if grad is None else grad.view_as(log_scale))
+        return _LossResult(output.loss.detach(), metrics, rows, None if grad is None else grad.view_as(log_scale))
+
+    def _streamed(
+        self, exchange: Exchange, a: Tensor, b: Tensor, scale: Tensor, ids: Tensor, number: int
+    ) -> tuple[LossOutput, SharedRows | None]:
+        """The loss over keys of all ranks as they arrive."""
+        rows, bank, bank_rows = None, None, 0
+        if self.bank is not None:
+            bank, bank_rows = self.bank.parts(number)
+            if self.bank.wants_all_rows:
+                rows = exchange.share(a.detach(), b.detach(), ids)
+        return self.loss_fn(a, b, scale, ids, SharedKeys(exchange, rows, bank, bank_rows)), rows
 
     def _forward(self, batch: BatchLike) -> list[_Chunk]:
         """The first pass, with the graphs of the first chunks."""
@@ -305,23 +324,36 @@ class ContrastiveStep:
         a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
         return a, b
 
-    def _together(self, phase: str, work: Callable[[], T]) -> T:
-        """A phase in which every rank works alone; if it does not fit one of them, all give it up."""
+    def _together(self, phase: str, work: Callable[[], T], alone: bool = True) -> T:
+        """A phase that all ranks give up if it does not fit one of them.
+
+        Args:
+            alone: no rank waits for another within the work, so that it counts as this rank's own time.
+        """
         result: T | None = None
         failed = False
+        self._phase = phase
         try:
-            result = work()
+            with self.clock.working() if alone else nullcontext():
+                result = work()
+        except _DoesNotFit:
+            # Of another rank: agreed upon before an exchange within the work.
+            raise
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failed = True
             logger.debug("out of memory: %s", error)
+        self._agree(failed)
+        return result  # type: ignore[return-value]
+
+    def _agree(self, failed: bool) -> None:
+        """All ranks come here together; all raise if one of them failed."""
         self._flags.copy_(torch.tensor([failed, self._kept_rows, self._kept_hidden], dtype=torch.float32))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._flags, op=dist.ReduceOp.MAX)
         if bool(self._flags[0]):
-            raise _DoesNotFit(phase, int(self._flags[1]), bool(self._flags[2]))
-        return result  # type: ignore[return-value]
+            raise _DoesNotFit(self._phase, int(self._flags[1]), bool(self._flags[2]))
 
     def _shrink(self, phase: str, kept_rows: int, kept_hidden: bool, rows: int, number: int) -> None:
         """Less memory for the next attempt. All ranks decide alike, see :class:`_DoesNotFit`."""
@@ -402,10 +434,6 @@ def _no_way_back(number: int, what: str, advice: str) -> Iterator[None]:
         raise
 
 
-def _leaf(keys: Tensor, own: Tensor) -> Tensor:
-    return keys if keys is own else keys.detach().requires_grad_()
-
-
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
@@ -414,7 +442,7 @@ def build_step(
     config: Config,
     engine: Any,
     device: torch.device,
-    bank: MemoryBank | None = None,
+    bank: Bank | None = None,
     retention: Retention | None = None,
 ) -> ContrastiveStep:
     """The step of a run.
@@ -424,10 +452,12 @@ def build_step(
         engine, device, bank, retention: see :class:`ContrastiveStep`.
     """
     ours = config.dsclr
+    scheme = EXCHANGES.get(ours.negatives.across_ranks)
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
     return ContrastiveStep(
         engine,
         build_loss(ours.loss, ours.objective),
-        KEY_SOURCES[ours.negatives.across_ranks],
+        None if scheme is None or alone else scheme(),
         config.micro_batch_size,
         device,
         ours.model.logit_scale.max,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, Loss, StreamingClipLoss, TopKInfoNCE
+from dsclr.negatives import RingExchange
 from dsclr.ops import collect, streamed
 from tests.oracle import dense_loss
 
@@ -356,12 +357,10 @@ def test_drop_in_equals_open_clips_loss(k, output_dict):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_drop_in_with_a_key_source_needs_ids():
+def test_drop_in_with_an_exchange_needs_ids():
     a = torch.eye(3)
-    loss_fn = StreamingClipLoss(key_source=lambda a, b, ids: Keys(a, b, ids))
     with pytest.raises(ValueError, match="ids are needed"):
-        loss_fn(a, a, torch.tensor(1.0))
-    assert loss_fn(a, a, torch.tensor(1.0), ids=torch.arange(3)).isfinite()
+        StreamingClipLoss(exchange=RingExchange())(a, a, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ from torch import Tensor
 from dsclr.config import Config
 from dsclr.data import Batch
 from dsclr.models import build_model, enable_activation_checkpointing
+from dsclr.negatives import build_bank
 from dsclr.retention import Retention
 from dsclr.train import runtime
-from dsclr.train.engine import build_engine, engine_config, master_value, parameter_groups
+from dsclr.train.engine import build_engine, engine_config, parameter_groups
+from dsclr.train.masters import master_value
 from dsclr.train.step import ContrastiveStep, build_step
 from tests.oracle import dense_loss
 
@@ -121,15 +123,18 @@ def engine_step(
     enable_activation_checkpointing(model, config.raw)
     engine = build_engine(model, engine_config(config, 1, "", world.device))
     before = named(model, master_value)
-    step = build_step(config, engine, world.device, retention=Retention(config.dsclr.step.retain, world.device))
+    bank = build_bank(config.dsclr.negatives.bank, world.world_size, config.dsclr.negatives.across_ranks)
+    retention = Retention(config.dsclr.step.retain, world.device)
+    step = build_step(config, engine, world.device, bank, retention)
     step.max_logit_scale = max_scale
     prepare(step)
     rows = len(batch.ids) // world.world_size
     own = slice(world.rank * rows, (world.rank + 1) * rows)
     torch.manual_seed(2)
     result = None
-    for _ in range(steps):
-        result = step(Batch(batch.a[own], batch.b[own], batch.ids[own]))
+    for number in range(steps):
+        # Other ids at every step: a bank's rows would otherwise be the rows themselves, which are no negatives.
+        result = step(Batch(batch.a[own], batch.b[own], batch.ids[own] + 1000 * number), number)
     assert result is not None
     after = named(model, master_value)
     module = {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}

@@ -14,38 +14,38 @@ import pytest
 import torch
 
 from dsclr.config import ConfigError
+from dsclr.data.order import Slots
+from dsclr.train import checkpoint
 from dsclr.train.checkpoint import CheckpointError, Checkpoints, Progress
 from dsclr.train.durable import MANIFEST, Writes, damage
 from dsclr.train.runtime import Runtime
 from tests.train.steps import spawn
 
 
-class Disk:
-    """DeepSpeed's checkpoint engine, for what it is asked."""
-
-    def save(self, state: Any, path: str) -> None:
-        raise AssertionError("the files have to be written by dsclr")
-
-    makedirs = save
-
-
 class Engine:
-    """The part of a DeepSpeedEngine that a save sees; every rank writes its part, with barriers around it."""
+    """What is saved of a run: tensors of some size."""
 
     def __init__(self, size: int = 1000) -> None:
-        self.checkpoint_engine: Any = Disk()
         self.weights = torch.arange(float(size))
 
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool, exclude_frozen_parameters: bool) -> None:
-        torch.distributed.barrier()
-        self._copy_recovery_script(folder)
-        rank = torch.distributed.get_rank()
-        self.checkpoint_engine.makedirs(f"{folder}/{tag}", exist_ok=True)
-        self.checkpoint_engine.save({"weights": self.weights}, f"{folder}/{tag}/part-{rank}.pt")
-        torch.distributed.barrier()
 
-    def _copy_recovery_script(self, folder: str) -> None:
-        raise AssertionError("an error of this copy would leave the other ranks waiting")
+def write_part(
+    folder: Path, runtime: Runtime, engine: Engine, progress: Any, bank: Any, writes: Writes, *, frozen: bool
+) -> None:
+    """In place of write_run: every rank writes a part, with barriers around it."""
+    torch.distributed.barrier()
+    writes.save({"weights": engine.weights}, folder / f"part-{runtime.rank}.pt")
+    torch.distributed.barrier()
+    writes.save({"progress": progress["step"]}, folder / f"rank-{runtime.rank:05d}.pt")
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    monkeypatch.setattr(checkpoint, "write_run", write_part)
+
+
+def progress(step: int) -> Progress:
+    return Progress(slots=Slots(4, 1), step=step)
 
 
 def make(world: Runtime, folder: Path, keep_last: int = 2) -> Checkpoints:
@@ -59,17 +59,15 @@ def names(folder: Path) -> list[str]:
 def test_the_newest_checkpoints_are_kept_and_nothing_else(world, tmp_path):
     checkpoints = make(world, tmp_path / "checkpoints")
     engine = Engine()
-    theirs = engine.checkpoint_engine
     for step in (3, 6, 9):
-        checkpoints.save(engine, Progress(step=step))
+        checkpoints.save(engine, progress(step))
     assert names(checkpoints.folder) == ["step-00000006", "step-00000009"]
     assert names(checkpoints.folder / "step-00000009") == [MANIFEST, "part-0.pt", "rank-00000.pt"]
-    assert engine.checkpoint_engine is theirs
     saved = torch.load(checkpoints.folder / "step-00000009/part-0.pt")
     assert torch.equal(saved["weights"], engine.weights)
     # the same step once more
     engine.weights = engine.weights + 1
-    checkpoints.save(engine, Progress(step=9))
+    checkpoints.save(engine, progress(9))
     assert names(checkpoints.folder) == ["step-00000006", "step-00000009"]
     assert torch.load(checkpoints.folder / "step-00000009/part-0.pt")["weights"][0] == 1
     assert damage(checkpoints.folder / "step-00000009") is None
@@ -89,9 +87,9 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(world, small_disk):
     checkpoints = make(world, small_disk / "checkpoints")
-    checkpoints.save(Engine(), Progress(step=3))
+    checkpoints.save(Engine(), progress(3))
     with pytest.raises(CheckpointError) as raised:
-        checkpoints.save(Engine(size=500_000), Progress(step=6))
+        checkpoints.save(Engine(size=500_000), progress(6))
     message = str(raised.value)
     assert f"step-00000006 could not be written to {checkpoints.folder}" in message
     assert "rank 0" in message
@@ -102,14 +100,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(world, small_disk):
     assert names(checkpoints.folder) == ["step-00000003"]
     assert damage(checkpoints.folder / "step-00000003") is None
     # with room again
-    checkpoints.save(Engine(), Progress(step=6))
+    checkpoints.save(Engine(), progress(6))
     assert names(checkpoints.folder) == ["step-00000003", "step-00000006"]
 
 
 def save_with_a_full_disk(world: Runtime, folder: Path, full: int) -> str:
     """On two ranks, of which only one has the full disk."""
+    checkpoint.write_run = write_part
     checkpoints = make(world, folder)
-    checkpoints.save(Engine(), Progress(step=3))
+    checkpoints.save(Engine(), progress(3))
 
     def refuse(self: Writes, state: Any, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -120,12 +119,12 @@ def save_with_a_full_disk(world: Runtime, folder: Path, full: int) -> str:
             Writes.save,
         )
     try:
-        checkpoints.save(Engine(), Progress(step=6))
+        checkpoints.save(Engine(), progress(6))
     except CheckpointError as error:
         message = str(error)
     if world.rank == full:
         Writes.save = original  # type: ignore[method-assign]
-    checkpoints.save(Engine(), Progress(step=9))
+    checkpoints.save(Engine(), progress(9))
     return message
 
 
@@ -143,7 +142,7 @@ def test_what_a_killed_save_leaves_is_put_right(world, tmp_path):
     checkpoints = make(world, tmp_path)
     checkpoints.tidy()
     for step in (3, 6):
-        checkpoints.save(Engine(), Progress(step=step))
+        checkpoints.save(Engine(), progress(step))
     # killed while it wrote 9, between the two renames that replace 6, and after those that replace 3
     shutil.copytree(tmp_path / "step-00000006", tmp_path / "step-00000009.part")
     (tmp_path / "step-00000006").rename(tmp_path / "step-00000006.old")
@@ -176,7 +175,7 @@ def flip_a_bit(path: Path) -> None:
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(world, tmp_path, caplog, harm, said):
     checkpoints = make(world, tmp_path)
     for step in (3, 6):
-        checkpoints.save(Engine(), Progress(step=step))
+        checkpoints.save(Engine(), progress(step))
     harm(tmp_path / "step-00000006")
     assert checkpoints.newest_intact() == tmp_path / "step-00000003"
     assert said in caplog.text
@@ -188,10 +187,10 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(world, tmp_path, c
 
 
 def test_a_truncated_checkpoint_without_a_list_of_files_is_noticed(world, tmp_path):
-    make(world, tmp_path).save(Engine(), Progress(step=3))
-    checkpoint = tmp_path / "step-00000003"
-    assert json.loads((checkpoint / MANIFEST).read_text())["bytes"].keys() == {"part-0.pt", "rank-00000.pt"}
-    (checkpoint / MANIFEST).unlink()
-    assert damage(checkpoint) is None
-    truncate(checkpoint / "part-0.pt")
-    assert "part-0.pt" in (damage(checkpoint) or "")
+    make(world, tmp_path).save(Engine(), progress(3))
+    folder = tmp_path / "step-00000003"
+    assert json.loads((folder / MANIFEST).read_text())["bytes"].keys() == {"part-0.pt", "rank-00000.pt"}
+    (folder / MANIFEST).unlink()
+    assert damage(folder) is None
+    truncate(folder / "part-0.pt")
+    assert "part-0.pt" in (damage(folder) or "")

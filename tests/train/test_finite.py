@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
+from dsclr.data.order import Slots
 from dsclr.negatives import MemoryBank
 from dsclr.train.bad_steps import BadSteps
 from dsclr.train.checkpoint import Progress
-from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.finite import NotFinite, first_not_finite, training_state
+from dsclr.train.masters import master_value
 from dsclr.train.step import ContrastiveStep, StepResult, build_step
 from tests.train.steps import LORA, make_batch, make_config, make_model, named, spawn
 
@@ -129,7 +131,7 @@ def test_the_state_of_training_holds_weights_and_optimizer(world, tmp_path):
 def test_bad_steps_in_a_row_lead_back_to_the_last_good_state():
     bad = StepResult(float("nan"), {}, float("nan"), applied=False, not_finite=NotFinite(1, "the loss", 1, 1))
     good = StepResult(1.0, {}, 1.0, applied=True)
-    streak, progress = BadSteps(2), Progress()
+    streak, progress = BadSteps(2), Progress(slots=Slots(4, 1))
     torch.manual_seed(0)
     for result, over in ((bad, False), (good, False), (bad, False), (bad, True)):
         streak.before_step(progress, CPU)

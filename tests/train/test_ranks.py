@@ -1,30 +1,128 @@
-"""Several ranks take the step of one process on the concatenated batch."""
+"""Several ranks take the steps of one process on the concatenated batch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
-from tests.train.steps import LORA, assert_same_step, engine_step, make_batch, make_config, plain_step, spawn
-
-
-@pytest.mark.parametrize(
-    ("world_size", "objective", "loss", "stage"),
-    [
-        (2, "clip", {"name": "topk", "k": 5, "block_size": 4}, 2),
-        (4, "clip", {"name": "dense", "k": 10**6}, 1),
-        (2, "simclr", {"name": "topk", "k": 5, "block_size": 4}, 0),
-    ],
+from dsclr.config import Config
+from dsclr.data import Batch
+from tests.train.steps import (
+    LORA,
+    ROWS,
+    assert_same_step,
+    engine_step,
+    make_batch,
+    make_config,
+    plain_step,
+    spawn,
 )
-def test_gathered_ranks_equal_one_process(tmp_path, world_size, objective, loss, stage):
-    towers = ["image", "text"] if objective == "clip" else ["image"]
-    config = make_config(
-        tmp_path,
-        {"lora": {**LORA, "towers": towers}},
-        train_micro_batch_size_per_gpu=1 if world_size == 4 else 3,
+
+TOPK = {"name": "topk", "k": 5, "block_size": 4}
+# The reference of one step is dense; k says how many negatives it takes.
+EXACT, DENSE = {"name": "exact", "k": 10**6}, {"name": "dense", "k": 10**6}
+MARGIN = {**TOPK, "false_negative_margin": 0.5}
+BANK = {"size": 2 * ROWS}
+# across_ranks, objective, loss, bank, ZeRO stage, micro-batches a rank
+TWO_RANKS = [
+    ("gather", "clip", TOPK, None, 2, 2),
+    ("ring", "simclr", TOPK, None, 0, 1),
+    ("ring", "clip", EXACT, None, 1, 3),
+    ("gather", "simclr", EXACT, {**BANK, "sharded": True}, 2, 3),
+    ("ring", "clip", TOPK, {**BANK, "sharded": True}, 1, 2),
+    ("ring", "simclr", DENSE, BANK, 2, 1),
+    ("gather", "clip", MARGIN, {**BANK, "max_age": 1}, 0, 3),
+]
+FOUR_RANKS = [
+    ("ring", "clip", TOPK, BANK, 2, 3),
+    ("gather", "clip", DENSE, {**BANK, "sharded": True}, 1, 1),
+    ("gather", "simclr", TOPK, None, 2, 3),
+    ("ring", "simclr", EXACT, {**BANK, "sharded": True}, 0, 1),
+]
+
+
+def rank_config(folder: Any, case: tuple[Any, ...], world_size: int) -> Config:
+    across, objective, loss, bank, stage, chunks = case
+    return make_config(
+        folder,
+        {"lora": {**LORA, "towers": ["image", "text"] if objective == "clip" else ["image"]}},
+        train_micro_batch_size_per_gpu=ROWS // world_size // chunks,
         zero_optimization={"stage": stage},
-        dsclr={"objective": objective, "loss": loss, "negatives": {"across_ranks": "gather"}},
+        dsclr={"objective": objective, "loss": loss, "negatives": {"across_ranks": across, "bank": bank}},
     )
+
+
+def rank_batch(objective: str) -> Batch:
+    """Ids that repeat, and a sample that stands on two ranks under two ids: its scores tie."""
     batch = make_batch(objective)
-    reference = plain_step(config, batch)
-    for result in spawn(world_size, engine_step, config, batch):
-        assert_same_step(result, reference)
+    batch.a[-1], batch.b[-1] = batch.a[1], batch.b[1]
+    return batch
+
+
+def steps_of_rank(world: Any, cases: list[tuple[Config, Batch]]) -> list[Any]:
+    return [[engine_step(world, config, batch, steps) for steps in (1, 5)] for config, batch in cases]
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_ranks_equal_one_process(world, tmp_path, world_size, cases):
+    runs = [(rank_config(tmp_path, case, world_size), rank_batch(case[1])) for case in cases]
+    ranks = spawn(world_size, steps_of_rank, runs)
+    for number, (case, (config, batch)) in enumerate(zip(cases, runs, strict=True)):
+        references = [plain_step(config, batch) if case[2] is not MARGIN else engine_step(world, config, batch)]
+        references.append(engine_step(world, config, batch, 5))
+        for rank in ranks:
+            for result, reference, tolerance in zip(rank[number], references, (2e-5, 2e-4), strict=True):
+                assert_same_step(result, reference, tolerance)
+            assert rank[number][0]["metrics"]["negatives_bytes_sent"] > 0
+
+
+class RunsOutOnce:
+    """A loss that has no memory for the n-th part of the keys on one rank."""
+
+    def __init__(self, rank: int, call: int) -> None:
+        self.rank, self.call = rank, call
+
+    def __call__(self, step: Any) -> None:
+        exchange, calls = step.exchange, 0
+        share = exchange.share
+
+        def failing_share(*own: Any) -> Any:
+            rows = share(*own)
+            visit = rows.visit
+
+            def failing_visit(work: Any, *more: Any, **options: Any) -> Any:
+                def failing(some: Any) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    if exchange.transport.rank == self.rank and calls == self.call:
+                        raise torch.OutOfMemoryError("injected")
+                    return work(some)
+
+                return visit(failing, *more, **options)
+
+            rows.visit = failing_visit
+            return rows
+
+        exchange.share = failing_share
+
+
+def recovering_rank(world: Any, cases: list[tuple[Config, Batch, int]]) -> list[Any]:
+    return [engine_step(world, config, batch, prepare=RunsOutOnce(1, call)) for config, batch, call in cases]
+
+
+def test_a_rank_that_runs_out_of_memory_among_others_takes_all_back(world, tmp_path):
+    """Whether at its own rows, at others', or on the way back."""
+    batch = make_batch()
+    cases = []
+    for across, loss, call in (("ring", TOPK, 1), ("ring", EXACT, 4), ("gather", TOPK, 2), ("gather", EXACT, 3)):
+        config = rank_config(tmp_path, (across, "clip", loss, None, 2, 1), 2)
+        config.raw["dsclr"]["step"] = {"retain": "auto"}
+        cases.append((Config(config.raw), batch, call))
+    ranks = spawn(2, recovering_rank, cases)
+    for number, (config, _, _) in enumerate(cases):
+        reference = plain_step(config, batch)
+        for rank in ranks:
+            assert rank[number]["recoveries"] == 1
+            assert_same_step(rank[number], reference)

@@ -9,6 +9,7 @@ import torch
 
 from dsclr.models import build_model
 from dsclr.models.memo import Memo, frozen_blocks
+from dsclr.negatives import MemoryBank
 from dsclr.retention import Retention
 from dsclr.train import OutOfMemory
 from dsclr.train.step import ContrastiveStep
@@ -159,9 +160,10 @@ def test_running_out_where_ranks_wait_for_each_other_is_explained(world, tmp_pat
         def failing(*arguments):
             raise torch.OutOfMemoryError("injected")
 
-        step.key_source = failing
+        step.bank = MemoryBank(4)
+        step.bank.add = failing
 
-    with pytest.raises(OutOfMemory, match=r"step 1: no memory for the keys of all ranks: lower train_batch_size"):
+    with pytest.raises(OutOfMemory, match=r"step 1: no memory for the memory bank: lower dsclr.negatives.bank.size"):
         engine_step(world, step_config(tmp_path, 6), make_batch(), prepare=prepare)
 
 
