@@ -24,6 +24,7 @@ from dsclr.interruption import INTERRUPTED, Interruption, end_process
 from tests.data.samples import write_shard
 from tests.environment import of_a_user
 from tests.scripts import load_script
+from tests.train.runs import timeless
 from tests.train.steps import model_file
 
 ROOT = Path(__file__).parents[2]
@@ -32,8 +33,6 @@ FORK.set_forkserver_preload(["dsclr.train", __name__])
 CHECKPOINT_EVERY = 3
 # For a start under load; for the end of all ranks after the death of one.
 START_SECONDS, END_SECONDS = 600, 60
-# Values of a line of metrics that no two runs share.
-TIMED = {"samples_per_second", "step_seconds", "peak_bytes"}
 
 
 def write_config(folder: Path, steps: int) -> Path:
@@ -327,10 +326,6 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, (list, tuple)):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return bool(ours == theirs)
-
-
-def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in TIMED}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
