@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import re
 import signal
@@ -15,19 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from dsclr.interruption import INTERRUPTED
+from dsclr.interruption import INTERRUPTED, Interruption, end_process
 from tests.data.samples import write_shard
 from tests.environment import of_a_user
+from tests.scripts import load_script
+from tests.train.runs import timeless
 from tests.train.steps import model_file
 
 ROOT = Path(__file__).parents[2]
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["dsclr.train", __name__])
 CHECKPOINT_EVERY = 3
 # For a start under load; for the end of all ranks after the death of one.
 START_SECONDS, END_SECONDS = 600, 60
-# Values of a line of metrics that no two runs share.
-TIMED = {"samples_per_second", "step_seconds", "peak_bytes"}
 
 
 def write_config(folder: Path, steps: int) -> Path:
@@ -55,45 +60,87 @@ def write_config(folder: Path, steps: int) -> Path:
     return path
 
 
+class _Imported:
+    """A process of launch/train.py with the imports done, used like a subprocess.Popen."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+        self._process = FORK.Process(target=_train, args=(arguments, environment, output))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("launch/train.py", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _train(arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    """What the last lines of launch/train.py do."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    handle = os.open(output, os.O_APPEND | os.O_WRONLY)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    torch.set_num_threads(1)
+    # Its own loader processes come from itself again.
+    multiprocessing.set_start_method("fork", force=True)
+    signals = Interruption()
+    signals.listen()
+    end_process(load_script("launch/train.py").main(arguments, signals))
+
+
 class Job:
     """The ranks of a run, started as a launcher would.
 
     Args:
         arguments: of launch/train.py.
         output: a file that gets what every rank says.
+        fresh: as commands; otherwise from a process that has done the imports, which are most of a start.
     """
 
-    def __init__(self, ranks: int, arguments: list[str], output: Path, **environment: str) -> None:
+    def __init__(self, ranks: int, arguments: list[str], output: Path, fresh: bool = False) -> None:
         self.output = output
-        environment = of_a_user(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), **environment)
+        output.touch()
+        environment = of_a_user(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         if ranks > 1:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 environment.update(MASTER_PORT=str(free.getsockname()[1]), MASTER_ADDR="127.0.0.1")
             environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-        self.processes = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            with output.open("a") as out:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "launch/train.py", *arguments],
-                        cwd=ROOT,
-                        env={**environment, **own},
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        start = self._command if fresh else self._imported
+        self.processes = [
+            start(arguments, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment)
+            for rank in range(ranks)
+        ]
+
+    def _command(self, arguments: list[str], environment: dict[str, str]) -> psutil.Process:
+        words = [sys.executable, "launch/train.py", *arguments]
+        with self.output.open("a") as out:
+            return psutil.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def _imported(self, arguments: list[str], environment: dict[str, str]) -> _Imported:
+        return _Imported(arguments, environment, self.output)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")
 
     def is_over(self) -> bool:
         return all(process.poll() is not None for process in self.processes)
-
-    def begun(self) -> int:
-        """How many jobs with this output have come as far as to choose where they begin."""
-        return len(re.findall("a new run begins|^resumed from", self.said(), re.MULTILINE))
 
     def terminate_the_rest(self, seconds: float) -> None:
         """What a launcher does a second after a rank ended with an error."""
@@ -146,54 +193,63 @@ class Killer:
         self.random = random.Random(self.seed)
         self.whole, self.killed = self.folder / "runs/whole", self.folder / "runs/killed"
 
-    def start(self, name: str) -> Job:
+    def start(self, name: str, fresh: bool = False) -> Job:
         arguments = ["--deepspeed_config", str(self.config), "--set", f"dsclr.run.name={name}", "--resume", "auto"]
-        return Job(self.ranks, arguments, self.folder / f"{name}.log")
+        return Job(self.ranks, arguments, self.folder / f"{name}.log", fresh)
 
     def run(self, kills: int) -> None:
         """
         Raises:
             AssertionError: a run does not resume, loses more than it may, or is not the same in the end.
         """
-        job = self.start("whole")
-        assert job.end(START_SECONDS + self.steps) == [0] * self.ranks, job.said()[-3000:]
+        self.run_undisturbed()
         for number in range(kills):
             self.kill_once(number)
+        self.finish()
+
+    def run_undisturbed(self) -> None:
+        job = self.start("whole")
+        assert job.end(START_SECONDS + self.steps) == [0] * self.ranks, job.said()[-3000:]
+
+    def finish(self) -> None:
         job = self.start("killed")
         assert job.end(START_SECONDS + self.steps) == [0] * self.ranks, job.said()[-3000:]
         self.compare()
 
-    def kill_once(self, number: int) -> None:
-        moment = self.random.choice(["start-up", "step", "step", "save", "save"])
-        killer = self.random.choice([signal.SIGKILL, signal.SIGTERM])
-        # In alternation: the ranks that are left have to notice.
-        victims = [self.random.randrange(self.ranks)] if self.random.random() < 0.5 else list(range(self.ranks))
+    def kill_once(
+        self, number: int, moment: str | None = None, killer: int | None = None, victims: list[int] | None = None
+    ) -> None:
+        """What is not given is drawn."""
+        moment = moment or self.random.choice(["imports", "start-up", "step", "step", "save", "save"])
+        killer = killer or self.random.choice([signal.SIGKILL, signal.SIGTERM])
+        if victims is None:
+            one = self.random.random() < 0.5
+            victims = [self.random.randrange(self.ranks)] if one else list(range(self.ranks))
         before, started = self.step(), time.monotonic()
-        job = self.start("killed")
-        begun = job.begun()
-        if moment == "start-up":
-            # Most of a start is import; the first file comes after it.
-            time.sleep(self.random.uniform(0.3, 12))
+        begun = self.begun()
+        job = self.start("killed", fresh=moment == "imports")
+        if moment in ("imports", "start-up"):
+            time.sleep(self.random.uniform(0.1, 12 if moment == "imports" else 4))
         elif moment == "step":
             target = before + self.random.randint(1, 4)
             job.wait_until(lambda: self.step() >= target)
             time.sleep(self.random.uniform(0, 0.3))
         else:
             # Not a part that an earlier kill left.
-            job.wait_until(lambda: job.begun() > begun, poll=0.05)
+            job.wait_until(lambda: self.begun() > begun, poll=0.05)
             job.wait_until(lambda: any(self.killed.glob("checkpoints/*.part")), poll=0.0005)
             time.sleep(self.random.uniform(0, 0.06))
         is_saving = any(self.killed.glob("checkpoints/*.part"))
         for victim in victims:
             job.processes[victim].send_signal(killer)
         when = time.monotonic()
-        if moment == "start-up":
+        if moment in ("imports", "start-up"):
             # Before there are lifelines the others wait for the rank that is gone, until the launcher ends them.
             job.terminate_the_rest(END_SECONDS)
         statuses = job.end(END_SECONDS)
         ended, step, newest = time.monotonic(), self.step(), self.newest()
         self.told.append(
-            f"{number}: {killer.name} of {victims} at {moment}{' (saving)' if is_saving else ''}, "
+            f"{number}: {signal.Signals(killer).name} of {victims} at {moment}{' (saving)' if is_saving else ''}, "
             f"{when - started:.1f} s after the start: {statuses} after {ended - when:.1f} s; step {before} -> {step}, "
             f"newest checkpoint {newest}"
         )
@@ -208,7 +264,7 @@ class Killer:
 
     def check_statuses(self, killer: int, moment: str, victims: list[int], statuses: list[int], job: Job) -> None:
         said = job.said()[-3000:]
-        if moment == "start-up":
+        if moment in ("imports", "start-up"):
             # -SIGTERM: before Python had begun with the script.
             assert set(statuses) <= {INTERRUPTED, 0, -signal.SIGTERM, -signal.SIGKILL, 1}, said
         elif killer == signal.SIGKILL:
@@ -218,6 +274,12 @@ class Killer:
             assert others <= {1, 0}, said
         else:
             assert set(statuses) <= {INTERRUPTED, 0}, said
+
+    def begun(self) -> int:
+        """How many starts have come as far as to choose where they begin."""
+        log = self.folder / "killed.log"
+        said = log.read_text(errors="replace") if log.is_file() else ""
+        return len(re.findall("a new run begins|^resumed from", said, re.MULTILINE))
 
     def step(self) -> int:
         return next((line["step"] for line in reversed(lines(self.killed / "metrics.jsonl"))), 0)
@@ -237,12 +299,11 @@ class Killer:
             whole, killed = (sorted(map(str, lines(run / name))) for run in (self.whole, self.killed))
             assert killed == whole, name
             assert killed, name
-        for rank in range(self.ranks):
-            file = f"checkpoints/step-{self.steps:08d}/rank-{rank:05d}.pt"
-            ours, theirs = (torch.load(run / file) for run in (self.whole, self.killed))
-            assert ours["progress"] == theirs["progress"]
-            assert torch.equal(ours["host"], theirs["host"])
-            assert all(torch.equal(ours["bank"][key], theirs["bank"][key]) for key in ("a", "b", "ids", "steps"))
+        last = f"checkpoints/step-{self.steps:08d}"
+        files = sorted(path.name for path in (self.whole / last).glob("*.pt"))
+        assert len(files) > self.ranks
+        for file in files:
+            assert same(*(torch.load(run / last / file) for run in (self.whole, self.killed))), file
         ours, theirs = (weights(run / "adapter") for run in (self.whole, self.killed))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -256,8 +317,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete]
 
 
-def timeless(line: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in TIMED}
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two nests of dicts, lists, tensors and numbers are equal, bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

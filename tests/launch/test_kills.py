@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.launch.kills import Killer
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path, ranks):
-    Killer(tmp_path, ranks, steps=8, seed=4).run(kills=2)
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
+    killer = Killer(tmp_path, ranks=2, steps=11)
+    killer.run_undisturbed()
+    killer.kill_once(0, "step", signal.SIGTERM, [1])
+    killer.kill_once(1, "save", signal.SIGKILL, [1])
+    killer.kill_once(2, "start-up", signal.SIGKILL, [0, 1])
+    killer.kill_once(3, "step", signal.SIGKILL, [0])
+    killer.finish()
 
 
 @pytest.mark.slow

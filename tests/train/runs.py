@@ -46,5 +46,14 @@ def run(world: Any, config: Config, resume: str | None = None, stop_after: int |
     train(plan, world, resume=resume, stop_after=stop_after)
 
 
+# In the name of a metric that no two runs share.
+TIMED = ("seconds", "samples_per_second", "data_wait_share", "peak_bytes", "slowest_rank")
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics without what the clock says."""
+    return {key: value for key, value in line.items() if not any(word in key for word in TIMED)}
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

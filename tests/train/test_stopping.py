@@ -1,0 +1,229 @@
+"""Runs that are asked to end, that meet bad steps, or that start where another was cut off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dsclr.config import ConfigError
+from dsclr.interruption import Interrupted, Interruption
+from dsclr.train import TrainingError, make_plan, train
+from dsclr.train.step import ContrastiveStep
+from tests.data.samples import write_shard
+from tests.train.runs import lines, run, run_config, timeless
+from tests.train.steps import spawn
+
+
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    """Shards, and a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("stopping")
+    for number in range(3):
+        write_shard(folder / f"s{number}.tar", range(12 * number, 12 * number + 12), broken=(5,))
+    write_shard(folder / "held-out.tar", range(100, 108))
+    run(world, config(folder, "whole"))
+    return folder
+
+
+def config(folder, name, **keys):
+    made = run_config(folder, name, **keys)
+    raw = {**made.raw, "dsclr": {**made.raw["dsclr"], "eval": {"data": f"{folder}/held-out.tar", "every": 2}}}
+    return type(made)(raw)
+
+
+def go(world, config, asked=None, resume="auto"):
+    plan = make_plan(config, world.world_size, world.device)
+    plan.folder.check(plan.config, resume)
+    train(plan, world, resume=resume, interruption=asked)
+    return plan.folder
+
+
+def assert_as_whole(folder, name):
+    """Lines, and the last checkpoint, to the bit."""
+    whole, other = folder / "whole", folder / name
+    for file in ("metrics.jsonl", "eval.jsonl", "skipped.jsonl"):
+        ours, theirs = ([timeless(line) for line in lines(one / file)] for one in (whole, other))
+        assert ours == theirs, file
+    for path in (whole / "checkpoints/step-00000006").glob("*.pt"):
+        ours, theirs = (torch.load(one / "checkpoints/step-00000006" / path.name) for one in (whole, other))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def ask_in_step(monkeypatch, asked, number):
+    call = ContrastiveStep.__call__
+
+    def step(self, batch, at=0):
+        if at == number:
+            asked.request("SIGUSR1")
+        return call(self, batch, at)
+
+    monkeypatch.setattr(ContrastiveStep, "__call__", step)
+
+
+def test_asked_in_a_step_the_run_ends_behind_it_and_goes_on_as_if_it_had_not(world, folder, monkeypatch):
+    asked = Interruption()
+    with monkeypatch.context() as patch:
+        ask_in_step(patch, asked, 2)
+        with pytest.raises(Interrupted, match="SIGUSR1: ended after step 3 of 6, the same command with --resume auto"):
+            go(world, config(folder, "asked"), asked)
+    assert [path.name for path in (folder / "asked/checkpoints").iterdir()] == ["step-00000003"]
+    state = json.loads((folder / "asked/state.json").read_text())
+    assert (state["state"], state["step"]) == ("interrupted", 3)
+    go(world, config(folder, "asked"))
+    assert_as_whole(folder, "asked")
+    assert json.loads((folder / "asked/state.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_an_evaluation_is_given_up_when_asked_and_made_up_for(world, folder, monkeypatch, step):
+    # the one within the run, and the one behind its last step
+    from dsclr.train import loop
+
+    asked, name = Interruption(), f"evaluation-{step}"
+    extract = loop.extract_features
+
+    def asked_meanwhile(model, tasks, device):
+        if (folder / name / "metrics.jsonl").is_file() and len(lines(folder / name / "metrics.jsonl")) == step:
+            asked.request("SIGTERM")
+        return extract(model, tasks, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "extract_features", asked_meanwhile)
+        with pytest.raises(Interrupted, match=f"ended after step {step} of 6"):
+            go(world, config(folder, name), asked)
+    assert [line["step"] for line in lines(folder / name / "eval.jsonl")] == list(range(0, step, 2))
+    assert not (folder / name / "adapter").exists()
+    go(world, config(folder, name))
+    assert_as_whole(folder, name)
+    assert (folder / name / "adapter").is_dir()
+
+
+def one_rank_is_asked(world, folder):
+    asked, call = Interruption(), ContrastiveStep.__call__
+
+    def step(self, batch, at=0):
+        if at == 2 and world.rank == 1:
+            asked.request("SIGUSR1")
+        return call(self, batch, at)
+
+    ContrastiveStep.__call__ = step  # type: ignore[method-assign]
+    try:
+        go(world, config(folder, "one", checkpoint_every=1), asked)
+    except Interrupted as ended:
+        message = str(ended)
+    return message, sorted(path.name for path in (folder / "one/checkpoints").iterdir())
+
+
+def test_one_rank_that_is_asked_ends_all_at_the_same_step(folder):
+    (first, checkpoints), (second, _) = spawn(2, one_rank_is_asked, folder)
+    assert first.startswith("another rank was asked to end: ended after step 3 of 6")
+    assert second.startswith("SIGUSR1: ended after step 3 of 6")
+    assert checkpoints == ["step-00000002", "step-00000003"]
+
+
+def poison(monkeypatch, steps):
+    """Gradients that are not finite in some steps."""
+    backward, call = ContrastiveStep._backward, ContrastiveStep.__call__
+    at = [0]
+
+    def numbered(self, batch, number=0):
+        at[0] = number
+        return call(self, batch, number)
+
+    def poisoned(self, *arguments):
+        gradients = backward(self, *arguments)
+        if at[0] in steps:
+            next(iter(gradients.values())).fill_(torch.nan)
+        return gradients
+
+    monkeypatch.setattr(ContrastiveStep, "__call__", numbered)
+    monkeypatch.setattr(ContrastiveStep, "_backward", poisoned)
+
+
+def test_bad_steps_in_a_row_end_the_run_on_the_last_good_state(world, folder, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        poison(patch, (1, 3, 4))
+        with pytest.raises(TrainingError) as raised:
+            # without checkpoints of its own
+            go(world, config(folder, "bad", max_bad_steps=2))
+    message = str(raised.value)
+    assert message.startswith("2 steps in a row were not finite, up to step 5 (the gradient of ")
+    assert "The checkpoint of step 3 is the last good one" in message
+    assert [path.name for path in (folder / "bad/checkpoints").iterdir()] == ["step-00000003"]
+    named = lines(folder / "bad/bad_steps.jsonl")
+    assert [(line["step"], line["rank"]) for line in named] == [(2, 0), (4, 0), (5, 0)]
+    assert all(line["tensor"].startswith("the gradient of ") for line in named)
+    assert all(line["values"] == line["size"] > 1 for line in named)
+    assert caplog.text.count("skipped on all ranks: ") == 3
+    # what comes then is what would have come without the bad steps that were undone
+    with monkeypatch.context() as patch:
+        poison(patch, (1,))
+        go(world, config(folder, "bad", max_bad_steps=2))
+        go(world, config(folder, "one-bad", max_bad_steps=2), resume=None)
+    ours, theirs = (torch.load(folder / name / "checkpoints/step-00000006/run.pt") for name in ("bad", "one-bad"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert [line["step"] for line in lines(folder / "bad/bad_steps.jsonl")] == [2]
+
+
+def test_damaged_weights_are_never_saved(world, folder, monkeypatch):
+    call = ContrastiveStep.__call__
+
+    def damaging(self, batch, number=0):
+        result = call(self, batch, number)
+        if number == 3:
+            next(p for p in self.engine.module.parameters() if p.requires_grad).data.fill_(torch.nan)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContrastiveStep, "__call__", damaging)
+        with pytest.raises(TrainingError, match=r"step 4: .* of rank 0 .* The checkpoint of step 2 is the last good"):
+            go(world, config(folder, "damaged", checkpoint_every=2))
+        assert [path.name for path in (folder / "damaged/checkpoints").iterdir()] == ["step-00000002"]
+        # noticed by the steps behind it, as no checkpoint is due
+        with pytest.raises(TrainingError, match=r"2 steps in a row .* has become not finite itself.*\. Lower"):
+            go(world, config(folder, "damaged-late", max_bad_steps=2))
+    assert not (folder / "damaged-late/checkpoints").exists()
+    go(world, config(folder, "damaged", checkpoint_every=2))
+    assert_as_whole(folder, "damaged")
+
+
+def test_a_run_that_was_killed_in_its_start_begins_anew(world, folder):
+    start = folder / "start"
+    (start / "checkpoints/step-00000002.part").mkdir(parents=True)
+    (start / "config.json").write_text("{}")
+    for name in ("metrics", "eval", "skipped"):
+        (start / f"{name}.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
+    with pytest.raises(ConfigError, match=r"--resume: .* was null in"):
+        go(world, config(folder, "start"), resume="newest")
+    go(world, config(folder, "start"))
+    assert_as_whole(folder, "start")
+    assert [path.name for path in (start / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_what_is_no_run_is_left_alone(world, folder):
+    (folder / "precious").mkdir()
+    (folder / "precious/thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="holds no run"):
+        go(world, config(folder, "precious"))
+    # what a start leaves before it has written its configuration
+    (folder / "early/tensorboard").mkdir(parents=True)
+    (folder / "early/config.json.part").write_text("{")
+    go(world, config(folder, "early"))
+    assert_as_whole(folder, "early")
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(world, folder, monkeypatch, caplog):
+    asked = Interruption()
+    with monkeypatch.context() as patch:
+        ask_in_step(patch, asked, 3)
+        with pytest.raises(Interrupted):
+            go(world, config(folder, "truncated", checkpoint_every=2), asked)
+    damaged = next((folder / "truncated/checkpoints/step-00000004").glob("rank-*.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="step-00000004"):
+        go(world, config(folder, "truncated"), resume="newest")
+    go(world, config(folder, "truncated"))
+    assert "set aside as step-00000004.damaged" in caplog.text
+    assert_as_whole(folder, "truncated")
