@@ -22,12 +22,13 @@ import pytest
 from PIL import Image
 
 from dsclr.config import DataConfig, ModelConfig
-from dsclr.data import build_train_dataset, tars
+from dsclr.data import build_train_dataset
 from dsclr.data.causes import CAUSES
 from dsclr.data.checking import advice, check, duplicates, examine, sheet
 from dsclr.data.checking.findings import Findings, Odd, quantiles
 from dsclr.data.dataset import Sample, Skipped
 from dsclr.data.images import ImageReader
+from dsclr.data.index import index_tar
 from dsclr.models import get_tokenizer, image_settings
 from tests.data.samples import SETTINGS, add, picture, tokenize, write_shard
 from tests.scripts import load_script
@@ -298,8 +299,8 @@ def test_a_decoder_that_hangs_is_ended(tmp_path, decoder):
 
 def test_a_process_that_dies_over_opening_a_shard(tmp_path, monkeypatch):
     good, bad = (write_shard(tmp_path / name, range(5)) for name in ("good.tar", "bad.tar"))
-    find = tars.find_damage
-    monkeypatch.setattr(check, "find_damage", lambda path: die() if path == bad else find(path))
+    load = check.load_index
+    monkeypatch.setattr(check, "load_index", lambda path, cache: die() if path == bad else load(path, cache))
     report = run(tmp_path, bad, good, status=1)
     assert [one["shard"] for one in report["shards"]["unreadable"]] == [str(bad)]
     assert report["samples"]["usable"] == 5
@@ -323,6 +324,7 @@ def damaged(tmp_path, kind):
     middle = at["000002.png"].offset
     changed = {
         "in a member": data[: at["000002.png"].offset_data + 99],
+        "in a header": data[: middle + 200],
         "between members": data[:middle],
         "no header": data[:middle] + b"\x07" * 512 + data[middle + 512 :],
         "put together": data + data,
@@ -337,6 +339,7 @@ def damaged(tmp_path, kind):
     ("kind", "words", "samples"),
     [
         ("in a member", "cut off at byte", 2),
+        ("in a header", "in the header of 000002.png", 2),
         ("between members", "without the end mark", 2),
         ("no header", "no header is there", 2),
         ("put together", "goes on after its end mark", 4),
@@ -351,9 +354,19 @@ def test_damaged_shards(tmp_path, kind, words, samples):
     assert any("cut off or damaged" in one for one in report["problems"])
 
 
+def test_members_that_are_left_out(tmp_path, capsys):
+    path = write(tmp_path / "a.tar", {"a": {"png": encode(noise(20, 20)), "txt": b"one"}})
+    with tarfile.open(path, "a") as tar:
+        add(tar, "a.txt", b"two")
+    report = run(tmp_path, path, status=0)
+    why = "has 1 member(s) that are left out: their sample has one of that name already"
+    assert report["shards"]["left_out"] == [{"shard": str(path), "members": why}]
+    assert f"a.tar {why}" in capsys.readouterr().out
+
+
 def test_whole_shards_are_not_damaged(tmp_path):
     for kind in ("whole", "end mark only"):
-        assert tars.find_damage(damaged(tmp_path, kind)) is None
+        assert index_tar(damaged(tmp_path, kind)).damage is None
 
 
 def test_shards_that_cannot_be_read(tmp_path):

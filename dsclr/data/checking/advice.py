@@ -54,9 +54,9 @@ def _on_shards(report: dict[str, Any], data: DataConfig) -> Iterator[str]:
         )
     if shards["damaged"]:
         yield (
-            f"{len(shards['damaged'])} shard(s) are cut off or damaged: training reads what comes before and says "
-            "little. Compare their sizes with the source's and fetch them anew, or write them again with "
-            "tools/make_shards.py."
+            f"{len(shards['damaged'])} shard(s) are cut off or damaged: training reads what comes before, and warns at "
+            "every start (data/incomplete_shards). Compare their sizes with the source's and fetch them anew, or write "
+            "them again with tools/make_shards.py."
         )
     if shards["wrong_index"]:
         yield (
