@@ -240,12 +240,16 @@ class RunConfig(Section):
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str = Field("runs", description="The run folder is <dir>/<name>.")
     seed: int = Field(0, ge=0, lt=2**31)
+    deterministic: bool = Field(False, description="Only operations that always give the same bits; may be slower.")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps of the run; excludes epochs.")
     epochs: float | None = Field(None, gt=0, description="Passes over the shards; excludes max_steps.")
     log_every: int = Field(1, ge=1)
     checkpoint_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: at the end only.")
     keep_last: int = Field(2, ge=1, description="Checkpoints kept.")
     max_bad_steps: int = Field(10, ge=1, description="Stop after this many non-finite or skipped steps in a row.")
+    timeout_seconds: float = Field(
+        1800, gt=0, description="A rank that waits longer for another ends the run; evaluation on rank 0 counts."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

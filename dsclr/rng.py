@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,3 +25,9 @@ class RandomState:
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.get_device_module(device).set_rng_state(self.device, device)
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Seed all generators for a rank that has no state to go on from: another stream for each seed, step and rank."""
+    (mixed,) = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(mixed >> np.uint64(1)))

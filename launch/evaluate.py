@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging(0)
     from dsclr.config import ConfigError
     from dsclr.eval.run import compare_with_base, markdown_table
-    from dsclr.report.run_folder import write_atomically
+    from dsclr.report.metrics import write_atomically
 
     try:
         results = compare_with_base(options.run, options.data)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import traceback
+from typing import Any
+
+from dsclr.interruption import INTERRUPTED, Interrupted, Interruption, end_process
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -13,7 +18,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="override a value, e.g. dsclr.loss.k=128"
     )
-    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        choices=["auto"],
+        help="continue the run from its newest checkpoint; auto: from the newest that is not damaged, or start anew "
+        "if there is none",
+    )
     parser.add_argument(
         "--max-steps", type=int, metavar="N", help="stop after step N with a checkpoint (the schedule stays)"
     )
@@ -31,7 +43,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, interruption: Interruption | None = None) -> int:
+    """The exit status: 0; 1 after an error; INTERRUPTED if the run was asked to end and goes on with --resume auto."""
     options = parse_arguments(arguments)
     from dsclr.config import ConfigError, load_config
     from dsclr.launcher import find_place
@@ -49,9 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     from dsclr.logs import configure_logging
 
     configure_logging(rank)
-    from dsclr.train import BadDataError, OutOfMemory, TrainingError, make_plan, runtime, train, verify
+    from dsclr.train import Lifeline, make_plan, runtime, train, verify
 
-    started = False
+    interruption = interruption or Interruption()
+    lifeline = plan = None
     try:
         device = runtime.device_type()
         plan = make_plan(config, place.world_size, device)
@@ -59,26 +73,66 @@ def main(arguments: list[str] | None = None) -> int:
             if rank == 0:
                 print(json.dumps(plan.describe(), indent=2))
             return 0
+        if not options.verify:
+            plan.folder.check(plan.config, options.resume)
+        world = runtime.start(config.dsclr.run.timeout_seconds)
+        lifeline = Lifeline(world, interruption)
         if options.verify:
-            started = True
-            verification = verify(plan, runtime.start())
+            verification = verify(plan, world)
             if rank == 0:
                 print(verification.table())
-            return 0 if verification.agrees else 1
-        plan.folder.check(plan.config, options.resume)
-        started = True
-        train(plan, runtime.start(), resume=options.resume, stop_after=options.max_steps)
-    except (ConfigError, TrainingError, OutOfMemory, BadDataError) as error:
-        return _fail(error, rank, alone=started)
-    finally:
-        runtime.stop()
-    return 0
+            status = 0 if verification.agrees else 1
+        else:
+            train(plan, world, resume=options.resume, stop_after=options.max_steps, interruption=interruption)
+            status = 0
+    except Interrupted as ended:
+        if rank == 0:
+            print(ended, file=sys.stderr)
+        status = INTERRUPTED
+    except Exception as error:
+        status = _failed(error, rank, lifeline)
+        if rank == 0 and plan is not None and lifeline is not None and not options.verify:
+            plan.folder.fail()
+        if status == 1 and lifeline is not None:
+            # Not out of the group: another rank may wait in it, or be gone.
+            return status
+    if lifeline is not None:
+        lifeline.close()
+    runtime.stop()
+    return status
+
+
+def _failed(error: Exception, rank: int, lifeline: Any) -> int:
+    """Say what happened, in full on the first rank that failed only.
+
+    Args:
+        lifeline: None before there is one. A wrong configuration meets all ranks, and one says so.
+    """
+    from dsclr.config import ConfigError
+    from dsclr.train import BadDataError, OutOfMemory, TrainingError
+
+    if isinstance(error, TrainingError) or (lifeline is None and isinstance(error, ConfigError)):
+        # All ranks have it.
+        if lifeline is not None:
+            lifeline.close()
+        return _fail(error, rank)
+    if lifeline is not None and not lifeline.first_to_fail():
+        first, status = lifeline.first
+        if status == 1:
+            print(f"rank {rank} ends, since rank {first} is gone", file=sys.stderr)
+        return status
+    if isinstance(error, (ConfigError, BadDataError, OutOfMemory)):
+        return _fail(error, rank, alone=True)
+    traceback.print_exception(error)
+    if "imed out" in str(error):
+        error = RuntimeError(f"{error} (no answer of another rank within dsclr.run.timeout_seconds)")
+    return _fail(error, rank, alone=True)
 
 
 def _fail(error: Exception, rank: int, alone: bool = False) -> int:
     """
     Args:
-        alone: this rank may be the only one that met the error. A wrong configuration meets all, and one says so.
+        alone: this rank may be the only one that met the error.
     """
     if rank == 0:
         print(f"error: {error}", file=sys.stderr)
@@ -88,4 +142,12 @@ def _fail(error: Exception, rank: int, alone: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signals = Interruption()
+    signals.listen()
+    try:
+        status = main(interruption=signals)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    if status:
+        # Not by way of the interpreter's end: it would wait for threads and processes that wait for other ranks.
+        end_process(status)

@@ -18,6 +18,7 @@ from dsclr.data.causes import INCOMPLETE_SHARD
 from dsclr.data.dataset import ShardDataset, Skipped
 from dsclr.data.order import Slots
 from dsclr.data.tasks import ROWS_PER_TASK, BadDataError, Part, Rereader, Rows, Task, collate
+from dsclr.interruption import ignore_signals
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class TrainLoader:
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             collate_fn=collate,
+            worker_init_fn=ignore_signals,
             # Its own: drawing the workers' seed from the global one would shift the dropout of a resumed run.
             generator=torch.Generator(),
         )

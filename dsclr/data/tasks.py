@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dsclr.data.dataset import Sample, Skipped
+from dsclr.interruption import ignore_signals
 
 # Rows a loader process makes at a time: large enough to hide the queue, small enough to bound its memory.
 ROWS_PER_TASK = 32
@@ -166,6 +167,7 @@ class Rereader:
                 prefetch_factor=self._prefetch if self._workers else None,
                 persistent_workers=self._workers > 0,
                 collate_fn=collate,
+                worker_init_fn=ignore_signals,
                 generator=torch.Generator(),
             )
         for task in self._loader:

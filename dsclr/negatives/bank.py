@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from dsclr.config import BankConfig
 from dsclr.losses import Keys
 from dsclr.losses.base import BankRows, BankWork
 from dsclr.negatives.exchange import RingExchange
+from dsclr.negatives.saved_bank import part_of_bank, whole_bank
 from dsclr.ops.shared import SharedRows, Visit
 
 
@@ -24,11 +26,12 @@ class MemoryBank:
     # Of all ranks where they see each other's rows: every rank then holds the same bank.
     wants_all_rows = True
 
-    def __init__(self, size: int, max_age: int | None = None) -> None:
+    def __init__(self, size: int, max_age: int | None = None, shared: bool = False) -> None:
         """
         Args:
             size: rows kept, at least 1.
             max_age: in steps; None: any age.
+            shared: all ranks add the same rows, those of all of them.
 
         Raises:
             ValueError: out of range.
@@ -37,7 +40,7 @@ class MemoryBank:
             raise ValueError(f"size = {size}, at least 1 is needed")
         if max_age is not None and max_age < 1:
             raise ValueError(f"max_age = {max_age}, at least 1 is needed")
-        self.size, self.max_age = size, max_age
+        self.size, self.max_age, self.shared = size, max_age, shared
         # Slots are filled in a circle; the oldest row is overwritten first. Allocated with the first rows.
         self._a: Tensor | None = None
         self._b: Tensor | None = None
@@ -116,6 +119,24 @@ class MemoryBank:
             "next": self._next,
         }
 
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """What a rank saves; None: what it holds is saved by another."""
+        return None if self.shared and rank > 0 else self.state_dict()
+
+    def joined(self, parts: Sequence[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any] | None:
+        """A rank's state from what the ranks of an earlier process saved, which may be more or fewer.
+
+        Args:
+            parts: of :meth:`part`, by rank.
+            rank, world_size: of this process.
+
+        Returns:
+            For :meth:`load_state_dict`; None: these parts cannot be shared out so.
+        """
+        if not self.shared:
+            return parts[rank] if len(parts) == world_size else None
+        return whole_bank(parts)
+
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a state.
 
@@ -124,10 +145,11 @@ class MemoryBank:
         """
         if len(state["steps"]) != self.size:
             raise ValueError(f"the saved memory bank has {len(state['steps'])} rows, this one {self.size}")
+        # Copied: a state may be mapped from a file that is deleted some day.
         self._a, self._b, self._ids = (
-            None if x is None else x.to(device) for x in (state["a"], state["b"], state["ids"])
+            None if x is None else x.to(device, copy=True) for x in (state["a"], state["b"], state["ids"])
         )
-        self._steps, self._next = state["steps"], state["next"]
+        self._steps, self._next = state["steps"].clone(), state["next"]
 
 
 class ShardedBank:
@@ -194,6 +216,15 @@ class ShardedBank:
         """This rank's part."""
         return {**self.own.state_dict(), "rows_a_step": self._rows_a_step}
 
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """See :meth:`MemoryBank.part`."""
+        return self.state_dict()
+
+    def joined(self, parts: Sequence[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any] | None:
+        """See :meth:`MemoryBank.joined`; the bank of all ranks is dealt anew."""
+        whole = whole_bank(parts)
+        return None if whole is None else part_of_bank(whole, rank, world_size)
+
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """See :meth:`MemoryBank.load_state_dict`; this rank's part."""
         own = dict(state)
@@ -204,10 +235,10 @@ class ShardedBank:
 Bank = MemoryBank | ShardedBank
 
 
-def build_bank(cfg: BankConfig | None, world_size: int) -> Bank | None:
+def build_bank(cfg: BankConfig | None, world_size: int, across_ranks: str) -> Bank | None:
     """The bank of ``dsclr.negatives.bank``."""
     if cfg is None:
         return None
     if cfg.sharded and world_size > 1:
         return ShardedBank(cfg.size, cfg.max_age, RingExchange())
-    return MemoryBank(cfg.size, cfg.max_age)
+    return MemoryBank(cfg.size, cfg.max_age, shared=world_size == 1 or across_ranks != "off")

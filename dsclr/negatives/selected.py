@@ -58,5 +58,7 @@ def select(
     transport.agree()
     transport.gather(counts, numbers[0].new_tensor([others])).wait()
     if int(counts.sum()) * selected_bytes >= visit_bytes * transport.world_size:
+        transport.rows_chosen = 0
         return None
+    transport.rows_chosen = others
     return [SelectedRows(transport, x, rows) for x in numbers]

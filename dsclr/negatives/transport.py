@@ -23,11 +23,13 @@ class Transport:
         agree: called by all ranks before they exchange anything; raises on all of them if one has failed.
         bytes_sent: by this rank so far, payload only. A collective counts as its ring algorithm: every rank sends
             (W - 1) / W of the whole.
+        rows_chosen: rows of other ranks that the last selection of this rank asked for; 0 if all rows were sent.
     """
 
     group: Any = None
     agree: Callable[[], None] = _nothing
     bytes_sent: int = 0
+    rows_chosen: int = 0
     _tag: int = field(default=0, init=False)
 
     @property

@@ -34,9 +34,25 @@ def truncate_after(path: Path, step: int) -> None:
             continue
         if record["step"] <= step:
             kept.append(line)
+    write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The old text or the new one, also after a crash."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
     os.replace(temporary, path)
+
+
+def step_of_last_line(path: Path) -> int | None:
+    """Of a file of such lines; None if there is none."""
+    if not path.is_file():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return json.loads(lines[-1])["step"] if lines else None
 
 
 def tensorboard_events(record: Mapping[str, Any], prefix: str) -> list[tuple[str, float, int]]:

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from dsclr.config import Config, ConfigError
+from dsclr.report.metrics import truncate_after, write_atomically
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("dsclr", "torch", "torchvision", "deepspeed", "open_clip_torch", "peft", "webdataset", "numpy", "pillow")
 # A resumed run must be the same model; everything else may change and is reported.
 _FIXED = ("dsclr.objective", "dsclr.model", "train_batch_size", "dsclr.run.seed", "dsclr.data.train")
+
+# What a run writes before its config.json.
+_OF_A_START = ("tensorboard", "config.json.part")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,14 @@ class RunFolder:
         return self.path / "skipped.jsonl"
 
     @property
+    def bad_steps(self) -> Path:
+        return self.path / "bad_steps.jsonl"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -53,18 +65,23 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
-    def check(self, config: Config, resume: bool) -> None:
+    def check(self, config: Config, resume: str | None) -> None:
         """Refuse to mix two runs.
+
+        Args:
+            resume: see :func:`dsclr.train.train`.
 
         Raises:
             ConfigError: a new run where another is, or a resumed one that is not the same.
         """
-        if not resume:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if resume is None:
+            if not self._is_empty():
                 raise ConfigError(
                     f"{self.path} already holds a run: resume it with --resume, choose another "
                     "--set dsclr.run.name=NAME, or delete the folder"
                 )
+            return
+        if resume == "auto" and self._has_no_step():
             return
         if not self.config.is_file():
             raise ConfigError(f"--resume: {self.path} holds no run (no {self.config.name}); start it without --resume")
@@ -82,6 +99,42 @@ class RunFolder:
                 )
             logger.info("resuming with %s = %s (was %s)", key, json.dumps(new), json.dumps(old))
 
+    def _is_empty(self) -> bool:
+        return not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+
+    def _has_no_step(self) -> bool:
+        """Whether this is at most a run that ended before its first checkpoint, of which nothing has to be kept."""
+        if self._is_empty():
+            return True
+        is_ours = self.config.is_file() or all(path.name in _OF_A_START for path in self.path.iterdir())
+        # Damaged ones count.
+        return is_ours and not any(self.checkpoints.glob("step-" + "[0-9]" * 8))
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines of later steps, which a resumed run writes again."""
+        for path in (self.metrics, self.evaluations, self.skipped, self.bad_steps):
+            truncate_after(path, step)
+
+    def sync(self) -> None:
+        """Bring the lines so far to the disk: a checkpoint stands for them."""
+        for path in (self.metrics, self.evaluations, self.skipped, self.bad_steps):
+            if path.is_file():
+                with path.open("rb") as lines:
+                    os.fsync(lines.fileno())
+
+    def write_state(self, state: str, step: int) -> None:
+        """For whoever started the run: "running", "interrupted", "stopped", "done" or "failed".
+
+        A run that was killed still says running. Process 0 of the run takes signals for all ranks.
+        """
+        record = {"state": state, "step": step, "host": platform.node(), "pid": os.getpid()}
+        write_atomically(self.state, json.dumps(record) + "\n")
+
+    def fail(self) -> None:
+        """Change the state to "failed", if the run came as far as to have one."""
+        if self.state.is_file():
+            self.write_state("failed", json.loads(self.state.read_text(encoding="utf-8"))["step"])
+
     def write_config(self, config: Config) -> None:
         """The resolved configuration and the versions that made the run."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -97,12 +150,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -6,28 +6,47 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from dsclr.config import ConfigError
+from dsclr.data.order import Slots
 from dsclr.negatives import Bank
-from dsclr.rng import RandomState
+from dsclr.train.durable import Writes, damage, seal, sync_folder
+from dsclr.train.run_state import read_run, write_run
 from dsclr.train.runtime import Runtime
+from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})$")
+# Being written or deleted; replaced by a new one that has its name in a moment.
+_PART, _OLD = ".part", ".old"
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, on all ranks alike; the message says what happened and what to do."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that could not be written."""
 
 
 @dataclass
 class Progress:
-    """How far a run is; ``consumed`` and below of this rank's TrainLoader."""
+    """How far a run is.
 
+    Attributes:
+        slots: which positions of the data the ranks read.
+        consumed, skipped_samples, noted_samples: of this rank's TrainLoader.
+    """
+
+    slots: Slots
     step: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0
@@ -60,72 +79,130 @@ class Checkpoints:
         return complete_checkpoints(self.folder)
 
     def save(self, engine: Any, progress: Progress, bank: Bank | None = None) -> Path:
-        """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last."""
-        final = self.folder / f"step-{progress.step:08d}"
-        temporary = self.folder / f"{final.name}.part"
-        if self.runtime.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        engine.save_checkpoint(
-            str(self.folder),
-            tag=temporary.name,
-            save_latest=False,
-            exclude_frozen_parameters=not self.save_frozen,
-        )
-        state = RandomState.capture(self.runtime.device)
-        torch.save(
-            {
-                "progress": vars(progress),
-                "world_size": self.runtime.world_size,
-                "host": state.host,
-                "device": state.device,
-                "bank": None if bank is None else bank.state_dict(),
-            },
-            temporary / f"rank-{self.runtime.rank:05d}.pt",
-        )
-        dist.barrier()
-        if self.runtime.is_main:
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(temporary, final)
-            for old in self.complete()[: -self.keep_last]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return final
+        """Write a checkpoint (all ranks together) and delete the oldest beyond keep_last.
 
-    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None) -> Progress:
-        """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
+        Everything is on the disk before the checkpoint gets its name, and every rank knows that it is.
 
         Raises:
-            ConfigError: missing or damaged files, or another number of ranks.
+            CheckpointError: on all ranks, if one of them could not write; the checkpoints before are as they were.
         """
-        own = checkpoint / f"rank-{self.runtime.rank:05d}.pt"
-        ranks = len(list(checkpoint.glob("rank-*.pt")))
-        if ranks != self.runtime.world_size:
-            raise ConfigError(
-                f"{checkpoint} was written by {ranks} rank(s), this run has {self.runtime.world_size}: "
-                "resume with the same number"
+        final = self.folder / f"step-{progress.step:08d}"
+        temporary = self.folder / f"{final.name}{_PART}"
+        writes = Writes()
+        if self.runtime.is_main:
+            writes.attempt(lambda: _make_empty(temporary))
+        self._agree(writes, temporary)
+        write_run(temporary, self.runtime, engine, vars(progress), bank, writes, frozen=self.save_frozen)
+        self._agree(writes, temporary)
+        if self.runtime.is_main:
+            writes.attempt(lambda: self._complete(temporary, final))
+        self._agree(writes, temporary)
+        return final
+
+    def _complete(self, temporary: Path, final: Path) -> None:
+        """Name what is written, and delete what it replaces."""
+        seal(temporary)
+        if final.exists():
+            # A crash between the two leaves both under names that tidy puts right.
+            os.replace(final, final.with_name(final.name + _OLD))
+        os.replace(temporary, final)
+        sync_folder(self.folder)
+        shutil.rmtree(final.with_name(final.name + _OLD), ignore_errors=True)
+        for old in self.complete()[: -self.keep_last]:
+            _remove(old)
+
+    def _agree(self, writes: Writes, temporary: Path) -> None:
+        """Wait for all ranks; if one could not write, give the checkpoint up on all of them."""
+        answers: list[Any] = [None] * self.runtime.world_size
+        own = None if writes.error is None else f"rank {self.runtime.rank}: {writes.error}"
+        dist.all_gather_object(answers, (own, writes.needed_bytes))
+        errors = [error for error, _ in answers if error is not None]
+        if not errors:
+            return
+        if self.runtime.is_main:
+            with suppress(OSError):
+                self.tidy()
+        dist.barrier()
+        free = shutil.disk_usage(self.folder if self.folder.exists() else self.folder.parent).free
+        complete = self.complete()
+        kept = f"{complete[-1].name} is intact: make room and --resume" if complete else "there was none before it"
+        raise CheckpointError(
+            f"the checkpoint {temporary.name.removesuffix(_PART)} could not be written to {self.folder} "
+            f"({'; '.join(errors)}): it needs {format_bytes(sum(needed for _, needed in answers))} or a little more, "
+            f"{format_bytes(free)} are free; {kept}"
+        )
+
+    def tidy(self) -> None:
+        """What a killed save leaves: one that was replaced gets its name back, parts go. One rank calls this."""
+        if not self.folder.is_dir():
+            return
+        for old in self.folder.glob(f"step-*{_OLD}"):
+            final = old.with_name(old.name.removesuffix(_OLD))
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                os.replace(old, final)
+        for part in self.folder.glob(f"step-*{_PART}"):
+            shutil.rmtree(part)
+
+    def newest_intact(self) -> Path | None:
+        """The newest checkpoint that is not damaged; newer ones are set aside. None if there is none at all.
+
+        One rank calls this.
+
+        Raises:
+            ConfigError: there are only damaged ones.
+        """
+        complete = self.complete()
+        for checkpoint in reversed(complete):
+            wrong = damage(checkpoint)
+            if wrong is None:
+                return checkpoint
+            aside = checkpoint.with_name(checkpoint.name + ".damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(checkpoint, aside)
+            logger.warning(
+                "%s is damaged (%s): set aside as %s, the one before is tried", checkpoint, wrong, aside.name
             )
+        if complete:
+            raise ConfigError(
+                f"--resume auto: all checkpoints of {self.folder} are damaged: restore one (they are called .damaged "
+                "now), or delete the run folder to start anew"
+            )
+        return None
+
+    def load(self, engine: Any, checkpoint: Path, bank: Bank | None = None, seed: int = 0) -> Progress:
+        """Continue from a checkpoint: weights, optimizer, scheduler, random numbers, memory bank and place in the data.
+
+        Another number of ranks, ZeRO stage or precision than it was written with will do, see
+        :func:`dsclr.train.run_state.read_run`.
+
+        Args:
+            seed: of the run.
+
+        Raises:
+            ConfigError: missing or damaged files, or another model or optimizer.
+        """
         try:
-            state = torch.load(own, weights_only=True)
-            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_module_strict=False)
+            return Progress(**read_run(checkpoint, self.runtime, engine, bank, seed))
         except (OSError, RuntimeError, KeyError, EOFError) as error:
             raise ConfigError(
                 f"{checkpoint} cannot be loaded ({type(error).__name__}: {error}): if it is damaged, delete it "
                 "and resume from the one before"
             ) from error
-        if path is None:
-            raise ConfigError(f"{checkpoint} holds no DeepSpeed state for this configuration")
-        if bank is not None:
-            if state["bank"] is None:
-                raise ConfigError(f"{checkpoint} holds no memory bank: resume without dsclr.negatives.bank")
-            try:
-                bank.load_state_dict(state["bank"], self.runtime.device)
-            except ValueError as error:
-                raise ConfigError(f"{checkpoint}: {error}; set dsclr.negatives.bank.size accordingly") from error
-        RandomState(state["host"], state["device"]).restore(self.runtime.device)
-        return Progress(**state["progress"])
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    # Half deleted it would pass for complete.
+    part = checkpoint.with_name(checkpoint.name + _PART)
+    os.replace(checkpoint, part)
+    shutil.rmtree(part)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

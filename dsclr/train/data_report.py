@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from dsclr.data import TrainLoader
 from dsclr.data.causes import CAUSES, NOTES
 from dsclr.report.metrics import append_line
@@ -43,26 +40,28 @@ class DataReport:
                 },
             )
 
-    def metrics(self) -> dict[str, float]:
-        """All ranks call this together.
+    def counts(self) -> list[int]:
+        """What :meth:`metrics` takes once these lists are added up over ranks."""
+        counts = [self.loader.skipped[cause] for cause in CAUSES] + [self.loader.notes[note] for note in NOTES]
+        shards = len(self.loader.dataset.reader.shards)
+        return counts + [self.loader.shard_rows[shard] for shard in range(shards)]
+
+    def metrics(self, counts: list[int]) -> dict[str, float]:
+        """
+        Args:
+            counts: of :meth:`counts`, added up over ranks.
 
         Returns:
             skipped_samples in all, data/skipped_CAUSE and data/NOTE where there are any, data/shards_per_batch
             (different shards in the latest global batch), and data/share_SOURCE of a mixture in it.
         """
-        shards = len(self.loader.dataset.reader.shards)
-        counts = [self.loader.skipped[cause] for cause in CAUSES] + [self.loader.notes[note] for note in NOTES]
-        rows = [self.loader.shard_rows[shard] for shard in range(shards)]
-        every = torch.tensor(counts + rows, dtype=torch.int64, device=self.runtime.device)
-        if dist.is_initialized():
-            dist.all_reduce(every)
-        counted, of_shards = every[: len(counts)].tolist(), every[len(counts) :].cpu()
-        found: dict[str, float] = {"skipped_samples": sum(counted[: len(CAUSES)])}
         names = [f"data/skipped_{cause}" for cause in CAUSES] + [f"data/{note}" for note in NOTES]
+        counted, of_shards = counts[: len(names)], counts[len(names) :]
+        found: dict[str, float] = {"skipped_samples": sum(counted[: len(CAUSES)])}
         found.update({name: count for name, count in zip(names, counted, strict=True) if count})
-        found["data/shards_per_batch"] = int((of_shards > 0).sum())
-        sources = self.loader.dataset.sources
-        if sources:
-            for name, part in zip(sources, of_shards.split(list(sources.values())), strict=True):
-                found[f"data/share_{name}"] = float(part.sum() / of_shards.sum())
+        found["data/shards_per_batch"] = sum(rows > 0 for rows in of_shards)
+        first = 0
+        for name, shards in self.loader.dataset.sources.items():
+            found[f"data/share_{name}"] = sum(of_shards[first : first + shards]) / sum(of_shards)
+            first += shards
         return found

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import register_output_backward_hooks
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import Tensor, nn
 
 from dsclr.config import Config, ConfigError
+from dsclr.train.masters import find_places
+
+logger = logging.getLogger(__name__)
 
 # Schedulers of DeepSpeed whose length is the run's, unless the JSON says otherwise.
 _TIMED_SCHEDULERS = ("WarmupCosineLR", "WarmupDecayLR")
+_ADAM = ("adam", "adamw")
 
 
 def engine_config(config: Config, total_steps: int, run_folder: str, device: torch.device) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def engine_config(config: Config, total_steps: int, run_folder: str, device: tor
     ds = copy.deepcopy({key: value for key, value in config.raw.items() if key != "dsclr"})
     ds.setdefault("steps_per_print", None)
     optimizer = ds["optimizer"]
-    if device.type == "cpu" and optimizer["type"].lower() in ("adam", "adamw"):
+    if device.type == "cpu" and optimizer["type"].lower() in _ADAM:
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
     scheduler = ds.get("scheduler")
     if scheduler and scheduler.get("type") in _TIMED_SCHEDULERS:
@@ -44,15 +48,30 @@ def _refuse(config: Config, device: torch.device) -> None:
     if not isinstance(raw.get("optimizer"), dict) or not isinstance(raw["optimizer"].get("type"), str):
         raise ConfigError(f'{config.source}: no "optimizer"; for example {{"type": "AdamW", "params": {{"lr": 1e-4}}}}')
     if config.zero_stage > 2:
+        # Its hooks fetch and release parameters by themselves, while a step collects gradients in parameters of its own
+        # and hands them over once: those have no ds_id, and a partitioned parameter (of shape [0]) takes no gradient.
         raise ConfigError(
             f"zero_optimization.stage = {config.zero_stage}: stages 0, 1 and 2 are supported "
             "(the weights of a CLIP model fit every card; stage 2 shards gradients and optimizer state)"
         )
+    _refuse_offload(raw.get("zero_optimization", {}), config.zero_stage)
     if config.precision == "fp16":
         if device.type == "cpu":
             raise ConfigError("fp16 does not run on a CPU: use bf16, or leave the section out for fp32")
         if config.zero_stage == 0:
             raise ConfigError("fp16 needs zero_optimization.stage 1 or 2 (or use bf16)")
+
+
+def _refuse_offload(zero: dict[str, Any], stage: int) -> None:
+    """DeepSpeed would leave it out without a word."""
+    if zero.get("offload_param") is not None:
+        raise ConfigError("zero_optimization.offload_param is for stage 3, which is not supported: leave it out")
+    offload = zero.get("offload_optimizer")
+    device = "none" if offload is None else str(offload.get("device", "none"))
+    if device not in ("none", "cpu"):
+        raise ConfigError(f"zero_optimization.offload_optimizer.device = {device}, accepted: cpu or none")
+    if device == "cpu" and stage == 0:
+        raise ConfigError("zero_optimization.offload_optimizer needs zero_optimization.stage 1 or 2")
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -83,6 +102,13 @@ def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     groups = parameter_groups(model)
+    optimizer, zero = ds_config["optimizer"], ds_config.get("zero_optimization", {})
+    own_adam = optimizer["type"].lower() in _ADAM and not optimizer.get("params", {}).get("torch_adam")
+    if own_adam and (zero.get("offload_optimizer") or {}).get("device") == "cpu":
+        logger.info(
+            "optimizer offload: DeepSpeed builds its Adam for the CPU on first use, which needs a C++ compiler and "
+            'takes minutes; "torch_adam": true in optimizer.params takes PyTorch\'s instead'
+        )
     if ds_config.get("zero_optimization", {}).get("stage", 0) > 0:
         # DeepSpeed allocates the whole bucket at every reduction: 5e8 elements by default, a gigabyte in bf16.
         trainable = sum(p.numel() for group in groups for p in group["params"])
@@ -91,6 +117,7 @@ def build_engine(model: nn.Module, ds_config: dict[str, Any]) -> Any:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)
     except (ValueError, AssertionError, KeyError, TypeError) as error:
         raise ConfigError(f"DeepSpeed refuses the configuration: {type(error).__name__}: {error}") from error
+    find_places(engine)
     return engine
 
 
@@ -126,19 +153,3 @@ class _Given(torch.autograd.Function):
 def loss_scale(engine: Any) -> float:
     """What fp16 gradients are multiplied with until the optimizer; 1 in other precisions."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-
-
-def master_value(parameter: nn.Parameter) -> Tensor:
-    """The fp32 value the optimizer keeps of a parameter, whole on every rank (a collective under ZeRO)."""
-    value = safe_get_full_fp32_param(parameter)
-    return (parameter if value is None else value).detach().float().reshape(parameter.shape).clone()
-
-
-def clamp_master(parameter: nn.Parameter, maximum: float) -> None:
-    """Clamp a parameter where the optimizer keeps it; clamping the bf16 copy alone would be overwritten."""
-    value = master_value(parameter)
-    if bool((value > maximum).any()):
-        value.clamp_(max=maximum)
-        safe_set_full_fp32_param(parameter, value)
-        with torch.no_grad():
-            parameter.copy_(value)

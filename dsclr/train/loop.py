@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from dsclr.config import Config, ConfigError
 from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
 from dsclr.data.dataset import ShardDataset
+from dsclr.data.order import Slots
+from dsclr.data.tasks import Task
 from dsclr.eval import extract_features, retrieval_recall
+from dsclr.interruption import Interrupted, Interruption
 from dsclr.losses import build_loss
 from dsclr.memory import capacity_bytes, peak_bytes
 from dsclr.models import (
@@ -35,21 +40,22 @@ from dsclr.models import (
 from dsclr.negatives import build_bank
 from dsclr.ops.native import choose_backend
 from dsclr.plan import make_planner, summary
-from dsclr.report.metrics import append_line, tensorboard_events, truncate_after
+from dsclr.report.metrics import append_line, step_of_last_line, tensorboard_events, write_atomically
 from dsclr.report.progress import ProgressDisplay
-from dsclr.report.run_folder import RunFolder, write_atomically
+from dsclr.report.run_folder import RunFolder
 from dsclr.retention import Retention
-from dsclr.train.checkpoint import Checkpoints, Progress, has_frozen_random_weights
+from dsclr.train.bad_steps import BadSteps
+from dsclr.train.checkpoint import Checkpoints, Progress, TrainingError, has_frozen_random_weights
 from dsclr.train.data_report import DataReport
-from dsclr.train.engine import build_engine, engine_config, master_value
+from dsclr.train.determinism import explained, make_deterministic
+from dsclr.train.engine import build_engine, engine_config
+from dsclr.train.finite import NotFinite, first_not_finite, training_state
+from dsclr.train.masters import master_value
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
+from dsclr.train.timing import rank_metrics
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says what happened and what to do."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +132,30 @@ def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
     return Plan(config, folder, dataset, tokenizer, settings, total_steps)
 
 
-def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int | None = None) -> RunFolder:
+def train(
+    plan: Plan,
+    runtime: Runtime,
+    *,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    interruption: Interruption | None = None,
+) -> RunFolder:
     """Run (or continue) the training of a plan; all ranks call this together.
 
     Args:
         plan: of :func:`make_plan`.
         runtime: of :func:`dsclr.train.runtime.start`.
-        resume: continue from the newest complete checkpoint of the run folder.
+        resume: "newest": continue from the newest complete checkpoint of the run folder; "auto": from the newest that
+            is not damaged, or start anew if there is none.
         stop_after: end after this step of the run, with a checkpoint; the schedule is still that of the
             whole run.
+        interruption: asks for an end at the next step boundary, with a checkpoint.
 
     Raises:
+        Interrupted: on all ranks, when asked to end; the checkpoint is written.
         ConfigError, TrainingError, dsclr.data.BadDataError.
     """
-    run = _Run(plan, runtime, resume)
+    run = _Run(plan, runtime, resume, interruption or Interruption())
     try:
         run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
     finally:
@@ -151,9 +167,11 @@ def train(plan: Plan, runtime: Runtime, *, resume: bool = False, stop_after: int
 
 
 class _Run:
-    def __init__(self, plan: Plan, runtime: Runtime, resume: bool) -> None:
-        self.plan, self.runtime = plan, runtime
+    def __init__(self, plan: Plan, runtime: Runtime, resume: str | None, interruption: Interruption) -> None:
+        self.plan, self.runtime, self.interruption = plan, runtime, interruption
         ours = plan.config.dsclr
+        if ours.run.deterministic:
+            make_deterministic()
         # Every rank makes the same weights, then draws its own dropout.
         torch.manual_seed(ours.run.seed)
         self.model: ContrastiveModel = build_model(ours.model, ours.objective)
@@ -169,18 +187,23 @@ class _Run:
             ours.run.keep_last,
             save_frozen=has_frozen_random_weights(self.model, ours.model.pretrained, ours.model.name),
         )
-        self.bank = build_bank(ours.negatives.bank, runtime.world_size)
-        self.progress = self._resume() if resume else Progress()
+        self.bank = build_bank(ours.negatives.bank, runtime.world_size, ours.negatives.across_ranks)
+        self.rows = plan.config.train_batch_size // runtime.world_size
+        self.progress = self._resume(resume) if resume else self._start()
+        # The step of the newest checkpoint.
+        self.saved_at = self.progress.step
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
             plan.folder.write_config(plan.config)
+            plan.folder.write_state("running", self.progress.step)
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
-            plan.config.train_batch_size // runtime.world_size,
+            self.rows,
             rank=runtime.rank,
             world_size=runtime.world_size,
             local_ranks=runtime.local_world_size,
+            slots=self.progress.slots,
             consumed=self.progress.consumed,
             host_images=ours.step.host_images,
             spill_dir=None if ours.step.spill_dir is None else Path(ours.step.spill_dir),
@@ -234,67 +257,167 @@ class _Run:
                 "micro-batches when memory runs out"
             )
 
-    def _resume(self) -> Progress:
-        complete = self.checkpoints.complete()
-        if not complete:
-            raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
-        progress = self.checkpoints.load(self.engine, complete[-1], self.bank)
+    def _start(self) -> Progress:
+        return Progress(slots=Slots(self.rows, self.runtime.world_size))
+
+    def _resume(self, mode: str) -> Progress:
+        checkpoint, seed = self._choose(mode), self.plan.config.dsclr.run.seed
+        if checkpoint is None:
+            progress = self._start()
+        else:
+            progress = self.checkpoints.load(self.engine, checkpoint, self.bank, seed)
         if self.runtime.is_main:
-            truncate_after(self.plan.folder.metrics, progress.step)
-            truncate_after(self.plan.folder.evaluations, progress.step)
-            truncate_after(self.plan.folder.skipped, progress.step)
-        logger.info("resumed from %s, step %d", complete[-1], progress.step)
+            # Of a run that is started anew not even the evaluation before its first step.
+            self.plan.folder.forget_after(-1 if checkpoint is None else progress.step)
+        if checkpoint is None:
+            logger.info("--resume auto: no checkpoint in %s, a new run begins", self.plan.folder.path)
+        else:
+            logger.info("resumed from %s, step %d", checkpoint, progress.step)
         return progress
+
+    def _choose(self, mode: str) -> Path | None:
+        """The checkpoint to continue from; rank 0 looks, the others hear of it."""
+        found: list[Any] = [None, None]
+        if self.runtime.is_main:
+            self.checkpoints.tidy()
+            try:
+                complete = self.checkpoints.complete()
+                found[0] = self.checkpoints.newest_intact() if mode == "auto" else complete[-1] if complete else None
+                if mode != "auto" and not complete:
+                    raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
+            except ConfigError as error:
+                found[1] = error
+        dist.broadcast_object_list(found)
+        if found[1] is not None:
+            raise found[1]
+        return found[0]
 
     def train(self, last_step: int) -> None:
         cfg = self.plan.config.dsclr.run
-        every = self.plan.config.dsclr.eval.every
-        if self.progress.step == 0:
-            self._evaluate()
+        first_step = self.progress.step
+        # Of a run that was interrupted while it evaluated, or before it.
+        self._evaluate(due=self._evaluation_is_due(first_step))
         batches = iter(self.loader)
-        bad_in_a_row = 0
-        first_step = saved_at = self.progress.step
+        streak = BadSteps(cfg.max_bad_steps)
         while self.progress.step < last_step:
+            self._stop_if_asked()
             started = time.perf_counter()
-            batch = next(batches)
+            with self.step.clock.waiting_for_data():
+                batch = next(batches)
+            # Before this there is nothing to save, and a signal ends the process at once.
+            self.interruption.defer()
             learning_rate = float(self.engine.optimizer.param_groups[0]["lr"])
-            result = self.step(batch, self.progress.step)
+            streak.before_step(self.progress, self.runtime.device)
+            with explained():
+                result = self.step(batch, self.progress.step)
             # Before the next one is made: two would take twice the memory, or the disk.
             del batch
             seconds = time.perf_counter() - started
             self._advance()
-            bad_in_a_row = 0 if result.applied and math.isfinite(result.loss) else bad_in_a_row + 1
             if not result.applied:
                 self.progress.skipped_steps += 1
-                logger.warning("step %d skipped: non-finite embeddings or gradients", self.progress.step)
+                self._report_skipped(result.not_finite)
             if self.progress.step % cfg.log_every == 0 or self.progress.step == last_step:
                 self._log(result, learning_rate, seconds)
-            if bad_in_a_row >= cfg.max_bad_steps:
-                raise TrainingError(
-                    f"{bad_in_a_row} steps in a row were not finite, the last is step {self.progress.step}: lower the "
-                    "learning rate or lengthen the warm-up, then --resume from the last checkpoint "
-                    f"in {self.checkpoints.folder}"
-                )
-            if every and self.progress.step % every == 0 and self.progress.step < last_step:
-                self._evaluate()
+            streak.after_step(result)
+            if streak.is_over:
+                self._give_up(streak)
+            if self.progress.step < last_step:
+                self._evaluate(due=self._evaluation_is_due(self.progress.step))
             if cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0:
-                self.checkpoints.save(self.engine, self.progress, self.bank)
-                saved_at = self.progress.step
-        if saved_at != self.progress.step:
-            self.checkpoints.save(self.engine, self.progress, self.bank)
+                self._save()
+        self._save()
         if self.progress.step == self.plan.total_steps:
-            # Not again for a finished run that is resumed: eval.jsonl would hold the step twice.
-            if first_step < self.progress.step:
-                self._evaluate()
+            self._evaluate(due=True)
+            self._stop_if_asked()
             self._save_model()
+            self._say("done")
             logger.info("done: %s", self.plan.folder.path)
         else:
+            self._say("stopped")
             logger.info(
                 "stopped after step %d of %d, the same command with --resume and without --max-steps goes on: %s",
                 self.progress.step,
                 self.plan.total_steps,
                 self.plan.folder.path,
             )
+
+    def _stop_if_asked(self) -> None:
+        """All ranks come here at the same step, and one request is enough for all.
+
+        Raises:
+            Interrupted: with everything saved.
+        """
+        asked = torch.tensor(float(self.interruption.requested), device=self.runtime.device)
+        if self.runtime.world_size > 1:
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if not bool(asked):
+            return
+        self._save()
+        self._say("interrupted")
+        raise Interrupted(
+            f"{self.interruption.reason or 'another rank was asked to end'}: ended after step {self.progress.step} of "
+            f"{self.plan.total_steps}, the same command with --resume auto goes on: {self.plan.folder.path}"
+        )
+
+    def _say(self, state: str) -> None:
+        if self.runtime.is_main:
+            self.plan.folder.write_state(state, self.progress.step)
+
+    def _save(self) -> None:
+        """A checkpoint, unless there is one of this step.
+
+        Raises:
+            TrainingError: training has damaged what it would hold.
+        """
+        if self.saved_at == self.progress.step:
+            return
+        bad = self._damage()
+        if bad is not None:
+            raise TrainingError(
+                f"step {self.progress.step}: {bad.tensor} of rank {bad.rank} not finite. {self._advice()}"
+            )
+        if self.runtime.is_main:
+            self.plan.folder.sync()
+        self.checkpoints.save(self.engine, self.progress, self.bank)
+        self.saved_at = self.progress.step
+
+    def _damage(self) -> NotFinite | None:
+        return first_not_finite(training_state(self.engine), self.runtime.device)
+
+    def _advice(self) -> str:
+        newest = f"The checkpoint of step {self.saved_at} is the last good one: lower" if self.saved_at else "Lower"
+        return (
+            f"{newest} the learning rate, lengthen the warm-up or look at the data of the bad steps "
+            f"({self.plan.folder.bad_steps}), then go on with --resume auto"
+        )
+
+    def _report_skipped(self, bad: NotFinite | None) -> None:
+        """One line of the rank that met it."""
+        step = self.progress.step
+        if bad is None:
+            logger.warning("step %d skipped: the fp16 gradients overflowed, the loss scale is lowered", step)
+        elif bad.rank == self.runtime.rank:
+            logger.warning("step %d skipped on all ranks: %s (rank %d)", step, bad, bad.rank)
+            record = {"step": step, "rank": bad.rank, "tensor": bad.tensor, "values": bad.values, "size": bad.size}
+            append_line(self.plan.folder.bad_steps, record)
+
+    def _give_up(self, streak: BadSteps) -> None:
+        """End the run on what it was before the bad steps."""
+        last = self.progress.step
+        self.progress = streak.go_back(self.runtime.device)
+        damaged = self._damage()
+        # A checkpoint from within the bad steps is as good: they changed no weight.
+        if damaged is None and self.saved_at < self.progress.step:
+            self._save()
+        cause = "" if damaged is None else f"; {damaged.tensor} of rank {damaged.rank} has become not finite itself"
+        raise TrainingError(
+            f"{streak.count} steps in a row were not finite, up to step {last} ({streak.last}{cause}). {self._advice()}"
+        )
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.plan.config.dsclr.eval.every
+        return step == 0 or bool(every and step % every == 0)
 
     def _advance(self) -> None:
         self.progress.step += 1
@@ -307,7 +430,9 @@ class _Run:
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
-        data_metrics = self.data_report.metrics()
+        of_data = self.data_report.counts()
+        of_ranks = self.step.clock.counts(self.runtime.rank, self.runtime.world_size)
+        counts = self.runtime.added([*of_data, *of_ranks])
         if not self.runtime.is_main:
             return
         record: dict[str, Any] = {
@@ -324,27 +449,38 @@ class _Run:
             "peak_bytes": peak_bytes(self.runtime.device),
             "recoveries": self.step.recoveries,
             "skipped_steps": self.progress.skipped_steps,
-            **data_metrics,
+            **rank_metrics(counts[len(of_data) :], self.rows, seconds),
+            **self.data_report.metrics(counts[: len(of_data)]),
         }
         append_line(self.plan.folder.metrics, record)
         self.engine.monitor.write_events(tensorboard_events(record, "train"))
         self.display.update(record)
 
-    def _evaluate(self) -> None:
-        """Held-out retrieval, on the first rank; the others wait."""
+    def _evaluate(self, due: bool) -> None:
+        """Held-out retrieval, on the first rank; the others wait. Not twice for a step."""
         cfg = self.plan.config.dsclr
-        if cfg.eval.data is None:
+        if cfg.eval.data is None or not due:
             return
-        if self.runtime.is_main:
+        if self.runtime.is_main and step_of_last_line(self.plan.folder.evaluations) != self.progress.step:
             loader = build_eval_loader(
                 cfg.data, cfg.eval.data, self.plan.settings, self.plan.tokenizer, cfg.eval.batch_size
             )
-            recall = retrieval_recall(extract_features(self.model, loader, self.runtime.device))
-            record = {"step": self.progress.step, **recall}
-            append_line(self.plan.folder.evaluations, record)
-            self.engine.monitor.write_events(tensorboard_events(record, "eval"))
-            logger.info("step %d, held out: %s", self.progress.step, format_recall(recall))
+            with suppress(Interrupted):
+                recall = retrieval_recall(
+                    extract_features(self.model, self._unless_interrupted(loader), self.runtime.device)
+                )
+                record = {"step": self.progress.step, **recall}
+                append_line(self.plan.folder.evaluations, record)
+                self.engine.monitor.write_events(tensorboard_events(record, "eval"))
+                logger.info("step %d, held out: %s", self.progress.step, format_recall(recall))
         dist.barrier()
+
+    def _unless_interrupted(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """An evaluation is given up for a request to end, and made up for by the resumed run."""
+        for task in tasks:
+            if self.interruption.requested:
+                raise Interrupted
+            yield task
 
     def _save_model(self) -> None:
         """The trained tensors, as the optimizer's fp32 values: adapter/ under LoRA, model/ otherwise."""

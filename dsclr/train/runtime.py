@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,13 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def added(self, counts: list[int]) -> list[int]:
+        """Element by element over all ranks, which call this together with lists of one length."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        summed: list[int] = total.tolist()
+        return summed
+
 
 def device_type() -> torch.device:
     """The kind of device DeepSpeed will use, without touching it."""
@@ -33,11 +41,14 @@ def device_type() -> torch.device:
     return torch.device(get_accelerator().device_name())
 
 
-def start() -> Runtime:
+def start(timeout_seconds: float = 1800) -> Runtime:
     """Join the process group that the launcher announced, or be a group of one.
 
     On a CPU the backend is gloo, DeepSpeed compiles nothing, and the ranks of a machine share its processors
     unless OMP_NUM_THREADS says otherwise.
+
+    Args:
+        timeout_seconds: a rank that waits longer than this for the others fails.
 
     Raises:
         ConfigError: the environment holds half a group, or the machine shows fewer devices than it has ranks.
@@ -69,7 +80,11 @@ def start() -> Runtime:
         accelerator.set_device(place.local_rank)
         device = torch.device(accelerator.device_name(place.local_rank))
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name(), verbose=False)
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            verbose=False,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
     return Runtime(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, device)
 
 

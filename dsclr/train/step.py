@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,16 +17,19 @@ from torch import Tensor, nn
 
 from dsclr.config import Config
 from dsclr.data import BatchLike
-from dsclr.losses import Keys, Loss, LossOutput, SharedKeys, build_loss, streams_keys
+from dsclr.losses import Keys, Loss, LossOutput, SharedKeys, backward_of_collected, build_loss, streams_keys
 from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
 from dsclr.models.statistics import capture_statistics, frozen_statistics
 from dsclr.negatives import EXCHANGES, Bank, Exchange
-from dsclr.ops.shared import Back, SharedRows, Visit
+from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import clamp_master, deliver_gradients, loss_scale, master_value
+from dsclr.train.engine import deliver_gradients, loss_scale
+from dsclr.train.finite import NotFinite, first_not_finite, named_embeddings, named_gradients
+from dsclr.train.masters import clamp_master, master_value
+from dsclr.train.timing import StepClock
 from dsclr.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -58,12 +61,14 @@ class StepResult:
     metrics: of the loss, this rank's; micro_batch_size, and retained: the part of the rows whose graph was kept.
     grad_norm: global norm before clipping; NaN if skipped.
     applied: False when the weights did not change.
+    not_finite: why the step was skipped, unless the optimizer did that for itself (fp16).
     """
 
     loss: float
     metrics: dict[str, float]
     grad_norm: float
     applied: bool
+    not_finite: NotFinite | None = None
 
 
 @dataclass
@@ -117,6 +122,7 @@ class ContrastiveStep:
 
     Attributes:
         recoveries: how often a step was done again.
+        clock: told of the phases in which this rank works alone.
     """
 
     engine: Any
@@ -130,6 +136,7 @@ class ContrastiveStep:
     recoveries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.clock = StepClock(self.device)
         self._retention = self.retention or Retention(0, self.device)
         # Made beforehand: there must be room for it when there is room for nothing else.
         self._flags = torch.zeros(3, device=self.device)
@@ -151,7 +158,10 @@ class ContrastiveStep:
         restore_statistics = capture_statistics(self.engine.module)
         while True:
             try:
-                return self._attempt(batch, number)
+                result = self._attempt(batch, number)
+                if result.not_finite is not None:
+                    restore_statistics()
+                return result
             except _DoesNotFit as failure:
                 failed = failure.phase, failure.kept_rows, failure.kept_hidden
             # Only here, behind the handler: the traceback holds on to the tensors of the attempt.
@@ -168,13 +178,17 @@ class ContrastiveStep:
             with _no_way_back(number, "embeddings of all rows", "lower train_batch_size"):
                 a = torch.cat([chunk.outputs[0].detach() for chunk in chunks]).requires_grad_()
                 b = torch.cat([chunk.outputs[1].detach() for chunk in chunks]).requires_grad_()
-            if not self._finite_everywhere(a, b):
-                return StepResult(math.nan, {}, math.nan, applied=False)
+            bad = first_not_finite(named_embeddings(a, b, self.engine.module.objective), self.device)
+            if bad is not None:
+                return StepResult(math.nan, {}, math.nan, applied=False, not_finite=bad)
             loss = self._loss(batch, a, b, log_scale, number)
             embeddings = (_gradient(a), _gradient(b))
             gradients = self._together("encoder backward", lambda: self._backward(batch, chunks, embeddings, leaves))
         if loss.log_scale_grad is not None:
             gradients[log_scale] = loss.log_scale_grad
+        bad = self._not_finite(loss.value, gradients)
+        if bad is not None:
+            return StepResult(self._mean_over_ranks(loss.value), {}, math.nan, applied=False, not_finite=bad)
 
         skipped_before = self.engine.skipped_steps
         advice = "adapt fewer weights (dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
@@ -210,10 +224,11 @@ class ContrastiveStep:
                 output, rows = self._streamed(self.exchange, a, b, scale, ids, number)
                 output.loss.backward()
             else:
-                output, rows = self._collected(self.exchange, a, b, scale, ids, number)
+                bank = () if self.bank is None else self.bank.keys(number)
+                output, rows = backward_of_collected(self.loss_fn, self.exchange, a, b, scale, ids, bank)
             return output, rows
 
-        output, rows = self._together("loss", loss)
+        output, rows = self._together("loss", loss, alone=self.exchange is None)
         if self.exchange is not None:
             metrics["negatives_bytes_sent"] = self.exchange.transport.bytes_sent - sent
         metrics.update(output.metrics)
@@ -230,30 +245,6 @@ class ContrastiveStep:
             if self.bank.wants_all_rows:
                 rows = exchange.share(a.detach(), b.detach(), ids)
         return self.loss_fn(a, b, scale, ids, SharedKeys(exchange, rows, bank, bank_rows)), rows
-
-    def _collected(
-        self, exchange: Exchange, a: Tensor, b: Tensor, scale: Tensor, ids: Tensor, number: int
-    ) -> tuple[LossOutput, SharedRows]:
-        """The loss over keys of all ranks at once, and backward; the keys' gradients go back to their owners."""
-        rows = exchange.share(a.detach(), b.detach(), ids)
-        all_a, all_b, all_ids = rows.collect()
-        keys = Keys(
-            all_a.requires_grad_(),
-            all_b.requires_grad_(),
-            all_ids,
-            () if self.bank is None else self.bank.keys(number),
-        )
-        output = self.loss_fn(a, b, scale, ids, keys)
-        output.loss.backward()
-        of_keys = _gradient(all_a), _gradient(all_b)
-
-        def give(some: Visit) -> list[Tensor]:
-            first = some.owner * len(a) + some.start
-            return [grad[first : first + len(some.rows[0])] for grad in of_keys]
-
-        for own, grad in zip((a, b), rows.visit(give, back=[Back(torch.zeros_like(x)) for x in (a, b)]), strict=True):
-            own.grad = _gradient(own) + grad
-        return output, rows
 
     def _forward(self, batch: BatchLike) -> list[_Chunk]:
         """The first pass, with the graphs of the first chunks."""
@@ -333,13 +324,18 @@ class ContrastiveStep:
         a, b = (x.to(self.device, non_blocking=True) for x in batch.chunk(start, end))
         return a, b
 
-    def _together(self, phase: str, work: Callable[[], T]) -> T:
-        """A phase in which every rank works alone; if it does not fit one of them, all give it up."""
+    def _together(self, phase: str, work: Callable[[], T], alone: bool = True) -> T:
+        """A phase that all ranks give up if it does not fit one of them.
+
+        Args:
+            alone: no rank waits for another within the work, so that it counts as this rank's own time.
+        """
         result: T | None = None
         failed = False
         self._phase = phase
         try:
-            result = work()
+            with self.clock.working() if alone else nullcontext():
+                result = work()
         except _DoesNotFit:
             # Of another rank: agreed upon before an exchange within the work.
             raise
@@ -394,12 +390,12 @@ class ContrastiveStep:
             "what fits" if self._retention.budget is None else f"at most {format_bytes(self._retention.budget)}",
         )
 
-    def _finite_everywhere(self, a: Tensor, b: Tensor) -> bool:
-        """Whether all embeddings are finite, agreed between the ranks so that none waits for another."""
-        finite = (a.isfinite().all() & b.isfinite().all()).to(torch.float32)
-        if dist.is_initialized():
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        return bool(finite)
+    def _not_finite(self, loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> NotFinite | None:
+        """What must not reach the optimizer; an overflow of fp16 may: DeepSpeed skips it and lowers its scale."""
+        named = [("the loss", loss)]
+        if not self.engine.fp16_enabled():
+            named += named_gradients(self.engine.module, gradients)
+        return first_not_finite(named, self.device)
 
     def _mean_over_ranks(self, loss: Tensor) -> float:
         mean = loss.detach().to(torch.float64 if self.device.type == "cpu" else torch.float32)

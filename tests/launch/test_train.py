@@ -76,7 +76,12 @@ def test_ten_steps_equal_five_then_five(small, tmp_path):
     command([*train, "--set", "dsclr.run.name=parts", "--resume"], tmp_path)
     whole, parts = (lines(tmp_path / f"runs/{name}/metrics.jsonl") for name in ("whole", "parts"))
     assert [line["step"] for line in parts] == list(range(1, 11))
-    timed = {"samples_per_second", "step_seconds", "peak_bytes"}
+    timed = {"samples_per_second", "step_seconds", "peak_bytes", "rank_seconds_max"}
+    timed |= {
+        "data_wait_share",
+        "data_wait_share_max",
+        *(f"rank_samples_per_second_{x}" for x in ("min", "mean", "max")),
+    }
     for first, second in zip(whole, parts, strict=True):
         assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in second.items() if k not in timed}
     skipped, again = (lines(tmp_path / f"runs/{name}/skipped.jsonl") for name in ("whole", "parts"))
@@ -220,6 +225,12 @@ def test_dry_run_prints_and_writes_nothing(small, tmp_path, capsys):
         (['dsclr.negatives.bank={"size":0}'], "dsclr.negatives.bank.size"),
         (['fp16={"enabled": true}'], "fp16 does not run on a CPU"),
         (["zero_optimization.stage=3"], "stages 0, 1 and 2"),
+        (['zero_optimization.offload_param={"device":"cpu"}'], "offload_param is for stage 3"),
+        (
+            ['zero_optimization={"stage":0,"offload_optimizer":{"device":"cpu"}}'],
+            "needs zero_optimization.stage 1 or 2",
+        ),
+        (['zero_optimization.offload_optimizer={"device":"nvme"}'], "device = nvme, accepted: cpu or none"),
         (["optimizer=null"], 'no "optimizer"'),
         (["dsclr.step.retain=much"], "dsclr.step.retain"),
         (["dsclr.step.retain=-1"], "no size in bytes"),

@@ -7,6 +7,7 @@ import torch
 
 from dsclr.losses import Keys
 from dsclr.negatives import MemoryBank
+from dsclr.negatives.saved_bank import part_of_bank, whole_bank
 
 
 def fill(bank: MemoryBank, sizes: list[int], first_step: int = 0) -> list[int]:
@@ -84,3 +85,34 @@ def test_wrong_arguments():
         bank.add(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, dtype=torch.int64), 1)
     with pytest.raises(ValueError, match="4 rows, this one 8"):
         MemoryBank(8).load_state_dict(bank.state_dict(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_parts_of_a_sharded_bank_are_the_whole_one_for_any_number_of_ranks(steps):
+    whole = MemoryBank(24)
+    parts = [MemoryBank(12) for _ in range(2)]
+    for step in range(steps):
+        rows = torch.arange(8 * step, 8 * step + 8)
+        whole.add(rows[:, None].float(), -rows[:, None].float(), rows, step)
+        for rank, part in enumerate(parts):
+            own = rows[4 * rank : 4 * rank + 4]
+            part.add(own[:, None].float(), -own[:, None].float(), own, step)
+    saved = [{**part.state_dict(), "rows_a_step": 4 if steps else 0} for part in parts]
+    joined = whole_bank(saved)
+    assert joined is not None
+    assert same(joined, whole.state_dict())
+    for rank in range(2):
+        assert same(part_of_bank(joined, rank, 2), saved[rank])
+    if steps:
+        of_four = [part_of_bank(joined, rank, 4) for rank in range(4)]
+        assert [part and part["rows_a_step"] for part in of_four] == [2] * 4
+        assert same(whole_bank(of_four), joined)
+        assert part_of_bank(joined, 0, 3) is None
+
+
+def same(first: dict | None, second: dict | None) -> bool:
+    assert first is not None
+    assert second is not None
+    return first.keys() == second.keys() and all(
+        torch.equal(x, second[name]) if isinstance(x, torch.Tensor) else x == second[name] for name, x in first.items()
+    )

@@ -20,7 +20,8 @@ from dsclr.models import build_model, enable_activation_checkpointing
 from dsclr.negatives import build_bank
 from dsclr.retention import Retention
 from dsclr.train import runtime
-from dsclr.train.engine import build_engine, engine_config, master_value, parameter_groups
+from dsclr.train.engine import build_engine, engine_config, parameter_groups
+from dsclr.train.masters import master_value
 from dsclr.train.step import ContrastiveStep, build_step
 from tests.oracle import dense_loss
 
@@ -122,7 +123,7 @@ def engine_step(
     enable_activation_checkpointing(model, config.raw)
     engine = build_engine(model, engine_config(config, 1, "", world.device))
     before = named(model, master_value)
-    bank = build_bank(config.dsclr.negatives.bank, world.world_size)
+    bank = build_bank(config.dsclr.negatives.bank, world.world_size, config.dsclr.negatives.across_ranks)
     retention = Retention(config.dsclr.step.retain, world.device)
     step = build_step(config, engine, world.device, bank, retention)
     step.max_logit_scale = max_scale

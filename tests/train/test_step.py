@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from dsclr.config import ConfigError
+from dsclr.train.engine import build_engine, engine_config
 from tests.train.steps import (
     LORA,
     ROWS,
@@ -14,6 +16,7 @@ from tests.train.steps import (
     engine_step,
     make_batch,
     make_config,
+    make_model,
     plain_step,
 )
 
@@ -33,6 +36,65 @@ def test_update_equals_plain_pytorch(world, tmp_path, lora, chunks):
 def test_every_zero_stage(world, tmp_path, stage):
     config = make_config(tmp_path, {"lora": LORA}, train_micro_batch_size_per_gpu=4, zero_optimization={"stage": stage})
     assert_same_step(engine_step(world, config, make_batch()), plain_step(config, make_batch()))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_offloaded_optimizer_takes_the_same_steps_and_its_logit_scale_is_clamped(world, tmp_path, stage):
+    def config(**zero):
+        return make_config(
+            tmp_path,
+            {"lora": LORA, "logit_scale": {"init": 30.0}},
+            train_micro_batch_size_per_gpu=4,
+            zero_optimization={"stage": stage, **zero},
+            optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+        )
+
+    def is_offloaded(step):
+        assert step.engine.optimizer.cpu_offload
+
+    kept = engine_step(world, config(), make_batch(), steps=2, max_scale=20.0)
+    offload = config(offload_optimizer={"device": "cpu"})
+    offloaded = engine_step(world, offload, make_batch(), steps=2, max_scale=20.0, prepare=is_offloaded)
+    for where in ("after", "module"):
+        assert all(torch.equal(value, offloaded[where][name]) for name, value in kept[where].items())
+        (scale,) = (value for name, value in offloaded[where].items() if name.endswith("logit_scale"))
+        assert float(scale) == pytest.approx(math.log(20.0), abs=0.02)
+    assert all((offloaded["after"][name] != before).any() for name, before in offloaded["before"].items())
+
+
+def test_the_build_of_adam_for_offload_is_announced(tmp_path, monkeypatch, caplog):
+    import deepspeed
+
+    def refuse(**arguments):
+        raise ValueError("no device")
+
+    monkeypatch.setattr(deepspeed, "initialize", refuse)
+    config = make_config(
+        tmp_path,
+        zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+    ).with_world_size(1)
+    for device, announced in (("cuda", True), ("cpu", False)):
+        caplog.clear()
+        with caplog.at_level("INFO"), pytest.raises(ConfigError, match="no device"):
+            build_engine(make_model(config), engine_config(config, 1, "", torch.device(device)))
+        assert ("needs a C++ compiler and takes minutes" in caplog.text) is announced
+
+
+def test_stage_0_in_bf16_takes_the_steps_of_stages_1_and_2(world, tmp_path):
+    results = []
+    for stage in (0, 1, 2):
+        config = make_config(
+            tmp_path,
+            {"lora": LORA},
+            zero_optimization={"stage": stage},
+            optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.5}},
+            bf16={"enabled": True},
+        )
+        results.append(engine_step(world, config, make_batch(), steps=2)["after"])
+    for name, expected in results[2].items():
+        torch.testing.assert_close(results[0][name], expected, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_activation_checkpointing_changes_nothing(world, tmp_path):

@@ -121,7 +121,7 @@ def _is_built(folder: Path, library: Path) -> bool:
         build = folder / "build"
         shutil.rmtree(build, ignore_errors=True)
         build.mkdir()
-        source = shutil.copy(SOURCE, build)
+        source = str(shutil.copy(SOURCE, build))
         from torch.utils import cpp_extension
 
         cpp_extension.load(
