@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import tempfile
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,6 +28,20 @@ logger = logging.getLogger(__name__)
 BAD_WINDOW = 10_000
 # Skipped samples of one cause that the log names; all stand in skipped.jsonl.
 MOST_LOGGED = 10
+
+
+_OPEN: WeakValueDictionary[int, TrainLoader] = WeakValueDictionary()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Python itself would end loader processes by SIGTERM, which they ignore, and wait for them for ever."""
+
+    def close() -> None:
+        for loader in list(_OPEN.values()):
+            loader.close()
+
+    atexit.register(close)
 
 
 @dataclass
@@ -95,6 +111,8 @@ class TrainLoader:
         self._rereader = Rereader(self.dataset, self.workers, self.prefetch)
         # Weakly: a stream ends with the iterator that reads it.
         self._streams: WeakSet[_Stream] = WeakSet()
+        _OPEN[id(self)] = self
+        _close_at_exit()
 
     def position(self, slot: int) -> int:
         """Position in the run's order of this rank's slot-th sample."""
