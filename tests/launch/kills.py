@@ -24,7 +24,7 @@ from dsclr.interruption import INTERRUPTED, Interruption, end_process
 from tests.data.samples import write_shard
 from tests.environment import of_a_user
 from tests.scripts import load_script
-from tests.train.runs import timeless
+from tests.train.runs import same, timeless
 from tests.train.steps import model_file
 
 ROOT = Path(__file__).parents[2]
@@ -315,17 +315,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
         return []
     *complete, _ = path.read_text().split("\n")
     return [json.loads(line) for line in complete]
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two nests of dicts, lists, tensors and numbers are equal, bit for bit."""
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return bool(ours == theirs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
