@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dsclr.interruption import INTERRUPTED, Interruption, end_process
@@ -123,15 +122,15 @@ class Job:
                 environment.update(MASTER_PORT=str(free.getsockname()[1]), MASTER_ADDR="127.0.0.1")
             environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         start = self._command if fresh else self._imported
-        self.processes = [
+        self.processes: list[Any] = [
             start(arguments, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment)
             for rank in range(ranks)
         ]
 
-    def _command(self, arguments: list[str], environment: dict[str, str]) -> psutil.Process:
+    def _command(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
         words = [sys.executable, "launch/train.py", *arguments]
         with self.output.open("a") as out:
-            return psutil.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def _imported(self, arguments: list[str], environment: dict[str, str]) -> _Imported:
         return _Imported(arguments, environment, self.output)
