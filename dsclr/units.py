@@ -22,6 +22,15 @@ def parse_bytes(text: str | int | float) -> int:
         raise ValueError(f'{text!r} is no size in bytes; write a number, "8GB" or "8GiB"') from None
 
 
+def format_fractions(value: float, limit: float) -> tuple[str, str]:
+    """Both in percent, with as many decimals as the limit has and as tell them apart: "0.13%", "0.10%"."""
+    for digits in range(1, 13):
+        texts = f"{value:.{digits}%}", f"{limit:.{digits}%}"
+        if (value == limit or texts[0] != texts[1]) and round(limit, digits + 2) == limit:
+            break
+    return texts
+
+
 def format_bytes(size: float) -> str:
     """Three digits with a decimal unit: "9.66 GB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

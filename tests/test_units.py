@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsclr.units import format_bytes, parse_bytes
+from dsclr.units import format_bytes, format_fractions, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,18 @@ def test_written():
         "9.66 GB",
         "2e+03 TB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "texts"),
+    [
+        (0.833, 0.01, ("83.3%", "1.0%")),
+        (0.01, 0.001, ("1.0%", "0.1%")),
+        (0.01, 0.00001, ("1.000%", "0.001%")),
+        (0.010001, 0.01, ("1.0001%", "1.0000%")),
+        (1 / 3, 1 / 3, ("33.333333333333%", "33.333333333333%")),
+        (1.0, 0.0, ("100.0%", "0.0%")),
+    ],
+)
+def test_a_fraction_beside_its_limit(value, limit, texts):
+    assert format_fractions(value, limit) == texts

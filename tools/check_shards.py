@@ -169,13 +169,17 @@ def check_all(dataset: ShardDataset, config: Config, options: argparse.Namespace
 
 def find_problems(report: dict[str, Any], max_bad_fraction: float) -> list[str]:
     """What makes the exit status 1."""
+    from dsclr.units import format_fractions
+
     samples, shards = report["samples"], report["shards"]
     problems = []
     if not samples["looked_at"]:
         problems.append("there is not one sample")
     if samples["unusable_fraction"] > max_bad_fraction:
-        part = f"{samples['unusable_fraction']:.2%}, over {max_bad_fraction:.2%}"
-        problems.append(f"{samples['unusable']:,} of {samples['looked_at']:,} samples are unusable ({part})")
+        part, most = format_fractions(samples["unusable_fraction"], max_bad_fraction)
+        problems.append(
+            f"{samples['unusable']:,} of {samples['looked_at']:,} samples are unusable ({part}, over {most})"
+        )
     for name, words in (
         ("unreadable", "cannot be read"),
         ("damaged", "are cut off or damaged"),

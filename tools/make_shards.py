@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from dsclr.data.writing import Made, Source
+    from dsclr.data.writing.source import Unused
 
 # Which input an option belongs to; unset options are None or False.
 BELONGS = {
@@ -36,6 +35,7 @@ BELONGS = {
     "download": ("torchvision",),
 }
 CAPTIONS = {"images": ("template", "txt", "none"), "table": ("none",), "torchvision": ("template", "none")}
+CAPTIONS_HELP = "template: of the class; txt: x.txt beside x.jpg, also in subfolders, which are then no classes; none"
 TEMPLATE = "a photo of a {}"
 
 
@@ -48,9 +48,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     kind.add_argument("--torchvision", metavar="NAME", help="a classification data set in torchvision.datasets")
     add("--output", type=Path, required=True, metavar="FOLDER", help="of the shards, new or empty")
 
-    add("--captions", choices=("template", "txt", "none"), help="template: of the class; txt: x.txt beside x.jpg")
+    add("--captions", choices=("template", "txt", "none"), help=CAPTIONS_HELP)
     add("--template", help=f'{{}} becomes the class; default: "{TEMPLATE}"')
-    add("--flat", action="store_true", help="--images: subfolders are not classes")
+    add("--flat", action="store_true", help="--images: subfolders are not classes; --captions txt implies it")
     add("--image-column", metavar="NAME", help="of paths; default: image")
     add("--caption-column", action="append", metavar="NAME", help="may be given again; default: caption")
     add("--root", type=Path, metavar="FOLDER", help="of the paths (default: the table's) or of the data set")
@@ -100,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from dsclr.config import ConfigError
     from dsclr.data.writing import Settings, make_shards
+    from dsclr.units import format_fractions
 
     settings = Settings(
         prefix=options.prefix,
@@ -124,12 +125,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    print(summary(made, source.ignored, options.output))
+    print(summary(made, source.unused, options.output))
     if made.bad_fraction > options.max_bad_fraction:
+        bad, most = format_fractions(made.bad_fraction, options.max_bad_fraction)
         print(
-            f"error: {made.bad_fraction:.1%} of the rows are bad, more than --max-bad-fraction "
-            f"{options.max_bad_fraction}: see {options.output / 'skipped.jsonl'}. The shards hold the others; to make "
-            "them again after a repair, delete the folder",
+            f"error: {bad} of the rows are bad, more than the {most} of --max-bad-fraction "
+            f"{options.max_bad_fraction:g}: see {options.output / 'skipped.jsonl'}. The shards hold the others; to "
+            "make them again after a repair, delete the folder",
             file=sys.stderr,
         )
         return 1
@@ -165,8 +167,8 @@ def explain(error: OSError, output: Path) -> str:
     return f"{error}; when that is mended, the same command goes on"
 
 
-def summary(made: Made, ignored: Counter[str], output: Path) -> str:
-    """What was made and how to train on it. ignored: suffixes of files that were not looked at."""
+def summary(made: Made, unused: Unused, output: Path) -> str:
+    """What was made and how to train on it."""
     lines = [f"{output} was complete already; nothing was done"] if made.already else []
     first, *held_out = made.sets
     lines.append(f"{first['samples']:,} samples in {first['shards']:,} shard(s)")
@@ -176,9 +178,15 @@ def summary(made: Made, ignored: Counter[str], output: Path) -> str:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in made.skipped.items())
         total = sum(made.skipped.values())
         lines.append(f"skipped {total:,} of {made.rows:,}: {causes}; each is listed in {output / 'skipped.jsonl'}")
-    if ignored:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in ignored.most_common(5))
-        lines.append(f"not looked at, for they have no image's ending: {kinds}{', ...' if len(ignored) > 5 else ''}")
+    if unused.captions:
+        named = ", ".join(unused.first_captions) + (", ..." if unused.captions > len(unused.first_captions) else "")
+        lines.append(f"not used: {unused.captions:,} caption file(s) without an image: {named}")
+    if unused.suffixes:
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in unused.suffixes.most_common(5))
+        more = ", ..." if len(unused.suffixes) > 5 else ""
+        lines.append(f"not looked at, for they have no image's ending: {kinds}{more}")
+        if ".txt" in unused.suffixes:
+            lines[-1] += " (--captions txt takes captions from x.txt beside x.jpg)"
     if made.captioned and made.without_caption:
         lines.append(f"{made.without_caption:,} samples have no caption: only dsclr.objective simclr can use them")
     lines.append("to train on them:")

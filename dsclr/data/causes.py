@@ -20,8 +20,10 @@ CAUSES = (
     "missing_id",
     "failed",
 )
-# What was done to samples that are used all the same.
-NOTES = ("truncated_captions", "truncated_images")
+# Of a shard, and not of a sample: some of it is never read, for it is cut off or damaged, or its index file is wrong.
+INCOMPLETE_SHARD = "incomplete_shard"
+# What was done to samples that are used all the same; and how many shards are incomplete.
+NOTES = ("truncated_captions", "truncated_images", "incomplete_shards")
 
 
 class BadSample(Exception):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -44,6 +45,7 @@ class Sample:
         position: in the run's order.
         shard: number of the shard.
         notes: of dsclr.data.causes.NOTES.
+        flaws: of the shards that its reading opened, see :class:`dsclr.data.reader.ShardReader`.
     """
 
     a: Tensor
@@ -52,17 +54,23 @@ class Sample:
     position: int
     shard: int
     notes: tuple[str, ...] = ()
+    flaws: Mapping[int, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that could not be made, and why."""
+    """A row that could not be made, and why; or without position and key a shard of which some is never read.
 
-    position: int
+    Attributes:
+        flaws: as of :class:`Sample`.
+    """
+
+    position: int | None
     shard: str
     key: str
     cause: str
     detail: str
+    flaws: Mapping[int, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,11 @@ class ShardDataset(Dataset):
         if self._reads % PREPARE_EVERY == 0:
             self.reader.prepare(self.order.coming_shards(position))
         self._reads += 1
+        item = self._item(position)
+        flaws = self.reader.take_new_flaws()
+        return replace(item, flaws=flaws) if flaws else item
+
+    def _item(self, position: int) -> Sample | Skipped:
         shard, sample = self.order.locate(position)
         key = f"sample {sample}"
         try:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dsclr.data.batch import Batch, BatchLike, RereadBatch, SpilledBatch, is_in_memory
+from dsclr.data.causes import INCOMPLETE_SHARD
 from dsclr.data.dataset import ShardDataset, Skipped
 from dsclr.data.order import Slots
 from dsclr.data.tasks import ROWS_PER_TASK, BadDataError, Part, Rereader, Rows, Task, collate
@@ -54,7 +55,7 @@ class TrainLoader:
 
     Attributes:
         skipped: cause -> unusable samples of this rank.
-        notes: of dsclr.data.causes.NOTES -> samples of this rank.
+        notes: of dsclr.data.causes.NOTES -> samples of this rank; the incomplete shards are those that rank 0 has met.
         shard_rows: shard number -> rows of the latest batch.
 
     Raises:
@@ -89,6 +90,7 @@ class TrainLoader:
         self._unreported: list[Skipped] = []
         # Of slots that no batch has passed yet: the processes run ahead.
         self._ahead: deque[tuple[int, Skipped]] = deque()
+        self._flaws: dict[int, list[str]] = {}
         self._recent: deque[tuple[int, int]] = deque()
         self._rereader = Rereader(self.dataset, self.workers, self.prefetch)
         # Weakly: a stream ends with the iterator that reads it.
@@ -100,7 +102,7 @@ class TrainLoader:
         return self.slots.position(self.rank, slot)
 
     def take_skipped(self) -> list[Skipped]:
-        """Samples skipped since the last call."""
+        """Samples skipped since the last call, and shards of which some is never read."""
         taken, self._unreported = self._unreported, []
         return taken
 
@@ -150,7 +152,9 @@ class TrainLoader:
             generator=torch.Generator(),
         )
         for task in _tasks_of(loader):
-            slot_of = {self.position(s): s for s in range(slot, slot + ROWS_PER_TASK)} if task.skipped else {}
+            self._record(task.flaws)
+            slots = range(slot, slot + ROWS_PER_TASK) if task.skipped else ()
+            slot_of: dict[int | None, int] = {self.position(s): s for s in slots}
             self._ahead.extend((slot_of[skipped.position], skipped) for skipped in task.skipped)
             slot += ROWS_PER_TASK
             self._judge(len(task.offsets), len(task.skipped), task)
@@ -160,6 +164,22 @@ class TrainLoader:
         """Count what was skipped before a slot; None: everything."""
         while self._ahead and (slot is None or self._ahead[0][0] < slot):
             self._report(self._ahead.popleft()[1])
+
+    def _record(self, flaws: dict[int, list[str]]) -> None:
+        """Leave a trace of shards of which some is never read; how many samples that is nobody knows."""
+        if self.rank != 0:
+            return  # all ranks read the same shards
+        for shard, found in flaws.items():
+            for flaw in found:
+                if flaw not in self._flaws.get(shard, []):
+                    name = str(self.dataset.reader.shards[shard])
+                    self._unreported.append(Skipped(None, name, "", INCOMPLETE_SHARD, f"{name} {flaw}"))
+            self._flaws[shard] = found
+        if self._flaws:
+            # Set, not added to: a resumed run begins with the count of the run before.
+            self.notes["incomplete_shards"] = len(self._flaws)
+        else:
+            self.notes.pop("incomplete_shards", None)
 
     def _report(self, item: Skipped) -> None:
         self.skipped[item.cause] += 1
@@ -186,7 +206,8 @@ class TrainLoader:
                 f"{recent_bad} of the last {recent} samples were unusable "
                 f"({', '.join(f'{cause}: {n}' for cause, n in self.skipped.most_common())}), the last was "
                 f"{last.key} in {last.shard}: {last.detail}. Look them over with tools/check_shards.py and mend the "
-                f"shards, or raise dsclr.data.max_bad_fraction (now {self.max_bad_fraction})"
+                f"shards, or raise dsclr.data.max_bad_fraction (now {self.max_bad_fraction:g}: "
+                f"{self.max_bad_fraction * BAD_WINDOW:,.0f} of {BAD_WINDOW:,})"
             )
 
 

@@ -25,6 +25,8 @@ RETRY_WAITS = (0.2, 1.0)
 FAILED_SECONDS = 60.0
 # Shards whose samples are counted at once, which is mostly waiting where they are remote.
 COUNTING_THREADS = 8
+# Shards that the log names for what of them is never read, when all are counted.
+MOST_NAMED = 10
 
 
 @dataclass
@@ -35,11 +37,16 @@ class ShardReader:
         shards: tar or tar.gz files.
         cache: of copies and indexes.
         open_files: kept open.
+
+    Attributes:
+        flaws: number of a shard -> what of it is never read, in words; of the shards counted or opened so far.
     """
 
     shards: Sequence[Shard]
     cache: ShardCache
     open_files: int = 32
+    flaws: dict[int, list[str]] = field(default_factory=dict, repr=False)
+    _new_flaws: dict[int, list[str]] = field(default_factory=dict, repr=False)
     _open: dict[int, tuple[int, ShardIndex]] = field(default_factory=dict, repr=False)
     _failed: dict[int, tuple[float, str]] = field(default_factory=dict, repr=False)
     _fetcher: threading.Thread | None = field(default=None, repr=False)
@@ -62,14 +69,24 @@ class ShardReader:
         # In random order: processes that begin together share the work through the cache.
         with ThreadPoolExecutor(COUNTING_THREADS) as pool:
             drawn = random.Random(os.getpid()).sample(unknown, len(unknown))
-            counts.update(zip(drawn, pool.map(self._count, drawn), strict=True))
+            indexes = dict(zip(drawn, pool.map(self._index, drawn), strict=True))
+        counts.update({i: len(index) for i, index in indexes.items()})
+        # All ranks count the same shards: one speaks.
+        first_rank = os.environ.get("RANK", "0") in ("", "0")
+        flawed = {i: indexes[i].flaws for i in unknown if indexes[i].flaws}
+        for named, (i, flaws) in enumerate(flawed.items()):
+            self._note(i, flaws, first_rank and named < MOST_NAMED)
+        if first_rank and len(flawed) > MOST_NAMED:
+            logger.warning(
+                "the same goes for %d more shard(s); tools/check_shards.py names them all", len(flawed) - MOST_NAMED
+            )
         if not sum(counts.values()):
             raise ConfigError(f"no samples in {len(self.shards)} shard(s), the first is {self.shards[0]}")
         return [counts[i] for i in range(len(self.shards))]
 
-    def _count(self, shard: int) -> int:
+    def _index(self, shard: int) -> ShardIndex:
         try:
-            return len(load_index(self.cache.local(self.shards[shard]), self.cache.folder))
+            return load_index(self.cache.local(self.shards[shard]), self.cache.folder)
         except OSError as error:
             raise ConfigError(f"cannot read shard {self.shards[shard]}: {error}") from error
 
@@ -127,16 +144,29 @@ class ShardReader:
             path = self.cache.local(self.shards[shard])
             index = load_index(path, self.cache.folder)
             promised = self.shards[shard].samples
+            flaws = index.flaws
             if promised is not None and promised < len(index):
-                logger.warning(
-                    "%s holds %d samples, its index file says %d: the last %d are never read; write the index anew",
-                    self.shards[shard],
-                    len(index),
-                    promised,
-                    len(index) - promised,
+                flaws.append(
+                    f"holds {len(index)} samples, its index file says {promised}: the last {len(index) - promised} are "
+                    "never read; write the index anew"
                 )
+            self._note(shard, flaws)
             self._open[shard] = (os.open(path, os.O_RDONLY), index)
         return self._open[shard]
+
+    def take_new_flaws(self) -> dict[int, list[str]]:
+        """What was added to :attr:`flaws` since the last call in this process."""
+        taken, self._new_flaws = self._new_flaws, {}
+        return taken
+
+    def _note(self, shard: int, flaws: list[str], log: bool = True) -> None:
+        """Keep what of a shard is never read, and say what was not said of it yet."""
+        known = self.flaws.get(shard, [])
+        for flaw in flaws:
+            if log and flaw not in known:
+                logger.warning("%s %s", self.shards[shard], flaw)
+        if flaws != known:
+            self.flaws[shard] = self._new_flaws[shard] = flaws
 
     def _close(self, shard: int) -> None:
         if shard in self._open:

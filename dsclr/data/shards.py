@@ -61,7 +61,8 @@ def expand_shards(
 
     Args:
         patterns: paths or URLs, also with braces (``shard-{000000..000099}.tar``) or as globs; index files
-            (``index.json`` of webdataset, or a ``.txt`` file with an address a line); ``pipe:COMMAND``; or
+            (``index.json`` of webdataset, or a ``.txt`` file with an address a line; lines that begin with ``#`` are
+            comments); ``pipe:COMMAND``; or
             ``demo:NAME`` (``demo:fluent-train``, ``demo:noto-heldout``, ``demo:train`` for both styles, ...).
         where: the configuration path, for messages.
         allow_pipe: whether shell commands may run.
@@ -141,7 +142,8 @@ def _listed(name: str, where: str, allow_pipe: bool) -> list[Shard]:
         raise ConfigError(f"{where}: the index {name} cannot be read: {_words(error)}") from error
     entries: list[tuple[str, int | None]]
     if name.endswith(".txt"):
-        entries = [(line.strip(), None) for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines()]
+        entries = [(line, None) for line in lines if line and not line.startswith("#")]
     else:
         entries = _index_entries(text, name, where)
     if not entries:

@@ -32,6 +32,7 @@ class Task:
         skipped: the others.
         shards: of each usable row, the number of its shard.
         notes: of each usable row, which of dsclr.data.causes.NOTES.
+        flaws: number of a shard opened for them -> what of it is never read, in words.
     """
 
     a: Tensor
@@ -41,6 +42,7 @@ class Task:
     skipped: list[Skipped]
     shards: list[int]
     notes: list[tuple[str, ...]]
+    flaws: dict[int, list[str]]
 
 
 def collate(items: Sequence[Sample | Skipped]) -> Task:
@@ -56,6 +58,7 @@ def collate(items: Sequence[Sample | Skipped]) -> Task:
         skipped,
         [row.shard for _, row in rows],
         [row.notes for _, row in rows],
+        {shard: flaws for item in items for shard, flaws in item.flaws.items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import multiprocessing
 import tarfile
@@ -12,6 +13,7 @@ import torch
 
 from dsclr.config import ConfigError, DataConfig
 from dsclr.data import BadDataError, build_eval_loader, build_train_dataset, build_train_loader
+from dsclr.data.causes import NOTES
 from dsclr.data.order import Slots
 from tests.data.samples import SETTINGS, add, picture, tokenize, write_shard
 
@@ -253,6 +255,36 @@ def test_one_samples_surprise_is_a_skipped_sample(cfg, tmp_path):
     assert loader.skipped["failed"] >= 1
     assert any("LookupError: a tokenizer's bug" in item.detail for item in loader.take_skipped())
     assert not loader.take_skipped()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_incomplete_shard_leaves_a_trace_at_every_start(cfg, tmp_path, workers):
+    cut = tmp_path / "s1.tar"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    index = {"shardlist": [{"url": f"s{i}.tar", "nsamples": count} for i, count in ((0, 10), (2, 8))]}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    cfg = cfg.model_copy(update={"train": [str(cut), f"{tmp_path}/index.json"], "workers": workers})
+    for start in range(2):
+        _, loader = take(cfg, 7, 8)
+        loader.close()
+        told = {item.shard: item for item in loader.take_skipped()}
+        assert set(told) == {str(cut), f"{tmp_path}/s2.tar"}, f"start {start}"
+        assert {(item.position, item.key, item.cause) for item in told.values()} == {(None, "", "incomplete_shard")}
+        assert f"{cut} is cut off at byte" in told[str(cut)].detail
+        assert "s2.tar holds 10 samples, its index file says 8" in told[f"{tmp_path}/s2.tar"].detail
+        assert loader.notes == {"incomplete_shards": 2}
+        assert not loader.skipped
+        assert "incomplete_shards" in NOTES
+    _, other = take(cfg, 7, 8, rank=1, world_size=2)
+    assert not other.notes
+    assert not other.take_skipped()
+
+
+def test_a_resumed_run_counts_incomplete_shards_anew(cfg, tmp_path):
+    loader = build_train_loader(cfg, build_train_dataset(cfg, "clip", SETTINGS, tokenize, 0), 5)
+    loader.notes.update({"incomplete_shards": 1, "truncated_captions": 3})
+    next(iter(loader))
+    assert loader.notes == {"truncated_captions": 3}
 
 
 def test_a_loader_process_that_is_gone_is_explained(cfg):

@@ -91,7 +91,7 @@ def test_index_groups_members_by_name(tmp_path):
             ("d/c.txt", b""),
         ],
     )
-    entries = index_tar(path)
+    entries = index_tar(path).entries
     assert [(e.key, sorted(e.members)) for e in entries] == [
         ("d/a", ["jpg", "txt"]),
         ("d/b", ["jpg", "seg.png"]),
@@ -181,9 +181,75 @@ def test_a_shard_that_vanishes_is_a_bad_sample(shards, tmp_path):
     assert error.value.cause == "unreadable_shard"
 
 
-def test_what_tarfile_ends_before_is_told(tmp_path, caplog):
-    first, second = (write_tar(tmp_path / f"{i}.tar", [(f"{i}.txt", b"text")]) for i in range(2))
-    joined = tmp_path / "joined.tar"
-    joined.write_bytes(first.read_bytes() + second.read_bytes())
-    assert len(load_index(joined, tmp_path / "cache")) == 1
-    assert "joined.tar goes on after its end mark" in caplog.text
+def spoiled(tmp_path, how):
+    """A shard of which some is never read, and what is said of it."""
+    path = write_tar(tmp_path / "x.tar", [(f"{i}.txt", b"text") for i in range(4)])
+    data = path.read_bytes()
+    changed = {
+        "cut in a member": (data[:2562], "is cut off at byte 2,562, in 2.txt"),
+        "cut in a header": (data[:2300], "is cut off at byte 2,300, in the header of 2.txt"),
+        "cut between members": (data[:2048], "ends at byte 2,048, behind 1.txt, without the end mark"),
+        "no header": (data[:2048] + b"\x07" * 512 + data[2560:], "is damaged at byte 2,048"),
+        "put together": (data + data, "goes on after its end mark"),
+    }
+    if how == "a name twice":
+        write_tar(path, [("a.txt", b"one"), ("a.txt", b"two")])
+        return path, "has 1 member(s) that are left out: their sample has one of that name already"
+    if how == "packed":
+        packed = tmp_path / "x.tar.gz"
+        packed.write_bytes(gzip.compress(data, 0)[:2700])
+        return packed, "is cut off at byte"
+    path.write_bytes(changed[how][0])
+    return path, changed[how][1]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "cut in a member",
+        "cut in a header",
+        "cut between members",
+        "no header",
+        "put together",
+        "a name twice",
+        "packed",
+    ],
+)
+def test_what_is_never_read_is_told_at_every_start(tmp_path, caplog, monkeypatch, how):
+    path, said = spoiled(tmp_path, how)
+    for _ in range(2):
+        caplog.clear()
+        reader = reader_of([path], tmp_path / "cache")
+        reader.counts()
+        reader.read(0, 0)
+        assert caplog.text.count(f"{path} {said}") == 1
+        assert [said in flaw for flaw in reader.flaws[0]] == [True]
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    reader_of([path], tmp_path / "cache").counts()
+    assert not caplog.text
+
+
+def test_an_index_of_an_older_version_is_made_anew(tmp_path, caplog):
+    path, said = spoiled(tmp_path, "cut in a member")
+    load_index(path, tmp_path)
+    (cached,) = (tmp_path / "index").iterdir()
+    new = cached.read_bytes()
+    # The first version: no word of damage behind the entries, and one place less in the table.
+    count = int.from_bytes(new[8:16], "little")
+    starts = [int.from_bytes(new[16 + 8 * i : 24 + 8 * i], "little") for i in range(count + 1)]
+    table = b"".join((start - 8).to_bytes(8, "little") for start in starts)
+    cached.write_bytes(b"dsclrix1" + new[8:16] + table + new[starts[0] : starts[-1]])
+    reader = reader_of([path], tmp_path)
+    assert reader.counts() == [2]
+    assert said in caplog.text
+    assert cached.read_bytes() == new
+
+
+def test_many_incomplete_shards_are_not_all_named(tmp_path, caplog):
+    path, said = spoiled(tmp_path, "cut in a member")
+    reader = reader_of([path] * 13, tmp_path / "cache")
+    assert reader.counts() == [2] * 13
+    assert caplog.text.count(said) == 10
+    assert "3 more shard(s)" in caplog.text
+    assert len(reader.flaws) == 13

@@ -103,8 +103,9 @@ def test_an_index_in_json(tmp_path, folder, absolute, counted):
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_list_of_addresses(tmp_path, folder, absolute):
     names = [f"{folder}/s{i}.tar" if absolute else f"s{i}.tar" for i in (2, 0)]
-    # As an editor of Windows leaves it, with blank lines.
-    (folder / "list.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join([*names, " "]).encode())
+    # As an editor of Windows leaves it, with blank lines and comments.
+    lines = ["# two of three", *names, "  # s1.tar", " "]
+    (folder / "list.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode())
     assert expand_shards(f"{folder}/list.txt") == [Shard(f"{folder}/s{i}.tar") for i in (2, 0)]
     assert epoch(config(tmp_path, [f"{folder}/list.txt", f"{folder}/s1.tar"])) == (
         [*range(20, 30), *range(20)],
@@ -148,7 +149,7 @@ def test_an_index_that_is_wrong(tmp_path, folder, text, message):
         epoch(config(tmp_path, f"{folder}/index.json"))
 
 
-@pytest.mark.parametrize(("text", "message"), [("\n \n", "lists no shards"), ("pipe:true\n", "allow_pipe")])
+@pytest.mark.parametrize(("text", "message"), [("\n \n# s0.tar\n", "lists no shards"), ("pipe:true\n", "allow_pipe")])
 def test_a_list_that_is_wrong(folder, text, message):
     (folder / "list.txt").write_text(text)
     with pytest.raises(ConfigError, match=message):

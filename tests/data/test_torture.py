@@ -273,7 +273,7 @@ def test_samples_of_one_name(tmp_path, caplog):
         for key in ("a", "a", "b", "a"):
             plain(tar, key)
     assert used_keys(tmp_path, tmp_path / "x.tar") == (["a", "b", "a"], {})
-    assert "x.tar: 2 members whose sample has one of that name already left out" in caplog.text
+    assert "x.tar has 2 member(s) that are left out: their sample has one of that name already" in caplog.text
 
 
 def special(name, kind, target=""):
@@ -317,7 +317,7 @@ def test_members_that_are_no_files(tmp_path, caplog, kind):
         add(tar, "b.txt", b"b")
         plain(tar, "c")
     assert used_keys(tmp_path, path) == (["a", "c"], {"missing_image": 1})
-    assert "x.tar: 1 links, devices or sparse files left out" in caplog.text
+    assert "x.tar has 1 member(s) that are left out: they are links, devices or sparse files" in caplog.text
 
 
 def whole(tmp_path, name="x.tar", count=6):
@@ -335,13 +335,14 @@ SAMPLE = 512 + PICTURE + 1024
 @pytest.mark.parametrize(
     ("size", "used", "causes", "said"),
     [
-        (3 * SAMPLE, 3, {}, "without the end mark"),
-        (3 * SAMPLE + 100, 3, {}, "without the end mark"),
-        (3 * SAMPLE + 512, 3, {}, "is cut off in 3.png"),
-        (3 * SAMPLE + 512 + 50, 3, {}, "is cut off in 3.png"),
-        (3 * SAMPLE + 512 + PICTURE, 3, {"missing_caption": 1}, "without the end mark"),
-        (3 * SAMPLE + 512 + PICTURE + 512, 3, {}, "is cut off in 3.txt"),
-        (3 * SAMPLE + 512 + PICTURE + 513, 4, {}, "unexpected end of data"),
+        (3 * SAMPLE, 3, {}, "behind 2.txt, without the end mark"),
+        (3 * SAMPLE + 4, 3, {}, "in the header of the member behind 2.txt"),
+        (3 * SAMPLE + 400, 3, {}, "in the header of 3.png"),
+        (3 * SAMPLE + 512, 3, {}, "is cut off at byte {size:,}, in 3.png"),
+        (3 * SAMPLE + 512 + 50, 3, {}, "is cut off at byte {size:,}, in 3.png"),
+        (3 * SAMPLE + 512 + PICTURE, 3, {"missing_caption": 1}, "behind 3.png, without the end mark"),
+        (3 * SAMPLE + 512 + PICTURE + 512, 3, {}, "is cut off at byte {size:,}, in 3.txt"),
+        (3 * SAMPLE + 512 + PICTURE + 513, 4, {}, "is cut off at byte {size:,}, behind 3.txt"),
         (6 * SAMPLE + 512, 6, {}, None),
         (100, 0, None, "not a tar file"),
         (0, 0, None, "not a tar file"),
@@ -355,7 +356,7 @@ def test_a_tar_that_is_cut(tmp_path, caplog, size, used, causes, said):
             used_keys(tmp_path, path)
         return
     assert used_keys(tmp_path, path) == ([str(number) for number in range(used)], causes)
-    assert (said in caplog.text) if said else not caplog.text
+    assert (said.format(size=size) in caplog.text) if said else not caplog.text
 
 
 def test_garbage_in_the_middle_is_told(tmp_path, caplog):

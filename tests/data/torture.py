@@ -491,7 +491,9 @@ def train_once(cfg: DataConfig, samples: int, good: int, tokenizer=tokenize):
     batches = iter(loader)
     batch = next(batches)
     assert isinstance(batch, Batch)
-    skipped = {item.position: item for item in loader.take_skipped() if item.position < samples}
+    skipped = {
+        item.position: item for item in loader.take_skipped() if item.position is not None and item.position < samples
+    }
     outcomes = {at: Outcome(item.cause, item.detail) for at, item in skipped.items()}
     left = [position for position in range(samples) if position not in skipped]
     assert len(left) == good, f"{len(left)} of {samples} are used, {good} should be"

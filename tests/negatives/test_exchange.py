@@ -62,7 +62,7 @@ def filled(bank: Any, own: slice, world_size: int) -> Any:
 
 
 def of_rank(world, cases):
-    """Loss, gradients and metrics of each case on this rank."""
+    """Loss, gradients and metrics of each case on this rank, and what it says to ranks of unequal batches."""
     size = world.world_size
     a, b, ids = rows(ROWS * size, size)
     own = slice(world.rank * ROWS, (world.rank + 1) * ROWS)
@@ -82,7 +82,17 @@ def of_rank(world, cases):
         output.loss.backward()
         metrics = {key: torch.tensor(float(value), dtype=torch.float64) for key, value in output.metrics.items()}
         results.append((output.loss.detach(), local_a.grad, local_b.grad, scale.grad, metrics))
-    return results
+    return results, refused(world.rank)
+
+
+def refused(rank: int) -> list[str]:
+    """What a rank hears whose rows are more than those of the one before."""
+    messages = []
+    for exchange in EXCHANGES.values():
+        with pytest.raises(ValueError, match="same number of rows") as raised:
+            exchange().share(torch.zeros(3 + rank, DIM))
+        messages.append(str(raised.value))
+    return messages
 
 
 def reference(world_size: int, loss: str, objective: str, kind: str) -> tuple[Any, ...]:
@@ -97,7 +107,8 @@ def reference(world_size: int, loss: str, objective: str, kind: str) -> tuple[An
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_have_the_loss_and_gradients_of_one_process(world_size):
-    ranks = spawn(world_size, of_rank, CASES)
+    ranks, messages = zip(*spawn(world_size, of_rank, CASES), strict=True)
+    assert all("they have 3, 4" in message for of_one in messages for message in of_one)
     for number, (_, loss, objective, kind) in enumerate(CASES):
         name = str(CASES[number])
         value, grad_a, grad_b, grad_scale, metrics = reference(world_size, loss, objective, kind)

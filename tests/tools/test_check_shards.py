@@ -22,12 +22,14 @@ import pytest
 from PIL import Image
 
 from dsclr.config import DataConfig, ModelConfig
-from dsclr.data import build_train_dataset, tars
+from dsclr.data import BadDataError, build_train_dataset, build_train_loader
 from dsclr.data.causes import CAUSES
 from dsclr.data.checking import advice, check, duplicates, examine, sheet
 from dsclr.data.checking.findings import Findings, Odd, quantiles
 from dsclr.data.dataset import Sample, Skipped
 from dsclr.data.images import ImageReader
+from dsclr.data.index import index_tar
+from dsclr.data.tasks import ROWS_PER_TASK
 from dsclr.models import get_tokenizer, image_settings
 from tests.data.samples import SETTINGS, add, picture, tokenize, write_shard
 from tests.scripts import load_script
@@ -157,7 +159,8 @@ def test_it_says_what_training_does(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "9 (42.86%)" in said
     assert re.search(r"\n +not_an_image +1\n .*: not_an_image: jpg: 6 bytes", said)
-    assert "training would end at the first window" in said
+    assert "42.9% of the samples are unusable, over 1.0%" in said
+    assert "With these that is after some 236 samples, 11 epochs of this set: a shorter run gets through" in said
 
 
 def test_images_and_captions(tmp_path, capsys):
@@ -228,7 +231,7 @@ def test_images_alone(tmp_path):
 
 def test_a_bad_fraction_that_is_accepted(tmp_path):
     shard = write_shard(tmp_path / "a.tar", range(10), broken=(3,))
-    assert run(tmp_path, shard, status=1)["problems"] == ["1 of 10 samples are unusable (10.00%, over 1.00%)"]
+    assert run(tmp_path, shard, status=1)["problems"] == ["1 of 10 samples are unusable (10.0%, over 1.0%)"]
     assert run(tmp_path, shard, "--max-bad-fraction", "0.1", status=0)["problems"] == []
     config = config_file(tmp_path, {"train": str(shard), "max_bad_fraction": 0.1})
     run(tmp_path, "--deepspeed_config", config, status=0)
@@ -298,8 +301,8 @@ def test_a_decoder_that_hangs_is_ended(tmp_path, decoder):
 
 def test_a_process_that_dies_over_opening_a_shard(tmp_path, monkeypatch):
     good, bad = (write_shard(tmp_path / name, range(5)) for name in ("good.tar", "bad.tar"))
-    find = tars.find_damage
-    monkeypatch.setattr(check, "find_damage", lambda path: die() if path == bad else find(path))
+    load = check.load_index
+    monkeypatch.setattr(check, "load_index", lambda path, cache: die() if path == bad else load(path, cache))
     report = run(tmp_path, bad, good, status=1)
     assert [one["shard"] for one in report["shards"]["unreadable"]] == [str(bad)]
     assert report["samples"]["usable"] == 5
@@ -323,6 +326,7 @@ def damaged(tmp_path, kind):
     middle = at["000002.png"].offset
     changed = {
         "in a member": data[: at["000002.png"].offset_data + 99],
+        "in a header": data[: middle + 200],
         "between members": data[:middle],
         "no header": data[:middle] + b"\x07" * 512 + data[middle + 512 :],
         "put together": data + data,
@@ -337,6 +341,7 @@ def damaged(tmp_path, kind):
     ("kind", "words", "samples"),
     [
         ("in a member", "cut off at byte", 2),
+        ("in a header", "in the header of 000002.png", 2),
         ("between members", "without the end mark", 2),
         ("no header", "no header is there", 2),
         ("put together", "goes on after its end mark", 4),
@@ -351,9 +356,19 @@ def test_damaged_shards(tmp_path, kind, words, samples):
     assert any("cut off or damaged" in one for one in report["problems"])
 
 
+def test_members_that_are_left_out(tmp_path, capsys):
+    path = write(tmp_path / "a.tar", {"a": {"png": encode(noise(20, 20)), "txt": b"one"}})
+    with tarfile.open(path, "a") as tar:
+        add(tar, "a.txt", b"two")
+    report = run(tmp_path, path, status=0)
+    why = "has 1 member(s) that are left out: their sample has one of that name already"
+    assert report["shards"]["left_out"] == [{"shard": str(path), "members": why}]
+    assert f"a.tar {why}" in capsys.readouterr().out
+
+
 def test_whole_shards_are_not_damaged(tmp_path):
     for kind in ("whole", "end mark only"):
-        assert tars.find_damage(damaged(tmp_path, kind)) is None
+        assert index_tar(damaged(tmp_path, kind)).damage is None
 
 
 def test_shards_that_cannot_be_read(tmp_path):
@@ -569,6 +584,35 @@ def test_raising_the_accepted_fraction_comes_with_its_consequence(tmp_path):
     told = next(one for one in report["advice"] if "max_bad_fraction" in one)
     assert "these 1 samples are then never trained on" in told
     assert "not_an_image first" in told
+
+
+@pytest.mark.parametrize(
+    ("samples", "unusable", "most", "words"),
+    [
+        (10, 1, 0.01, "more than 100 of the last 10,000 samples that a rank has read, over all epochs"),
+        (10, 1, 0.01, "after some 1,010 samples, 101 epochs of this set: a shorter run gets through."),
+        (10**6, 20_000, 0.01, "after some 5,050 samples."),
+        (5_000, 250, 0.01, "after some 2,020 samples."),
+        (10**6, 20, 0.00001, "more than 0 of the last 10,000 samples"),
+        (20, 20, 0.5, "after some 20 samples."),
+    ],
+)
+def test_when_too_many_unusable_samples_end_training(samples, unusable, most, words):
+    report = {"samples": {"unusable_fraction": unusable / samples}, "shards": {"samples": samples}}
+    assert words in advice._when_training_ends(report, most) + "."
+
+
+def test_training_ends_when_the_shard_doctor_says(tmp_path):
+    shard = write_shard(tmp_path / "a.tar", range(10), broken=(3,))
+    report = run(tmp_path, shard, "--max-bad-fraction", "0.002", status=1)
+    (said,) = re.findall(r"after some (\d+) samples", "\n".join(report["advice"]))
+    cfg = DataConfig(train=str(shard), workers=0, max_bad_fraction=0.002, cache_dir=str(tmp_path / "cache"))
+    loader = build_train_loader(cfg, build_train_dataset(cfg, "clip", SETTINGS, tokenize, 0), 9)
+    with pytest.raises(BadDataError) as error:
+        for _ in loader:
+            pass
+    (read,) = re.findall(r"of the last (\d+) samples", str(error.value))
+    assert abs(int(read) - int(said)) <= ROWS_PER_TASK
 
 
 # The contact sheet

@@ -128,17 +128,46 @@ def test_a_folder_with_classes(classes, tmp_path, capsys):
         assert sample["json"] == json.loads(members["json"])
 
 
-def test_class_folders_may_have_folders_and_captions_of_their_own(tmp_path):
+def test_class_folders_may_have_folders_and_captions_of_their_own(tmp_path, capsys):
     folder = make_folder(
         tmp_path / "photos",
         {"a/deep/1.jpg": jpeg(1), "a/deep/1.txt": "a caption", "b/2.png": picture(2), "b/2.txt": "another"},
     )
     assert run("--images", folder, "--output", tmp_path / "out", "--captions", "txt", "--no-shuffle") == 0
     first, second = read(tmp_path / "out").values()
-    assert (first["txt"], first["cls"]) == (b"a caption", b"0")
-    assert (second["txt"], second["cls"], second["png"]) == (b"another", b"1", picture(2))
+    # With captions of their own, folders are no classes.
+    assert (list(first), first["txt"]) == (["jpg", "txt", "json"], b"a caption")
+    assert (second["txt"], second["png"]) == (b"another", picture(2))
+    capsys.readouterr()
     assert run("--images", folder, "--output", tmp_path / "new", "--template", "{}, drawn", "--no-shuffle") == 0
     assert [members["txt"] for members in read(tmp_path / "new").values()] == [b"a, drawn", b"b, drawn"]
+    assert "2 .txt (--captions txt takes captions from x.txt beside x.jpg)" in capsys.readouterr().out
+
+
+def test_caption_files_with_images_at_the_top_and_in_subfolders(tmp_path, capsys):
+    files = {"1.jpg": jpeg(1), "1.txt": "one", "sub/2.jpg": jpeg(2), "sub/2.txt": "two", "p4.txt": "no image"}
+    files |= {"sub/1.txt": "its image lies elsewhere", "notes.md": "", "2.TXT": ""}
+    folder = make_folder(tmp_path / "photos", files)
+    for number, words in enumerate((["--captions", "txt"], ["--captions", "txt", "--flat"], ["--flat"])):
+        out = tmp_path / f"out{number}"
+        assert run("--images", folder, "--output", out, "--no-shuffle", *words) == 0
+        assert [members["txt"] for members in read(out).values()] == [b"one", b"two"]
+        said = capsys.readouterr().out
+        assert "not used: 3 caption file(s) without an image: 2.TXT, p4.txt, sub/1.txt\n" in said
+        assert "no image's ending: 1 .md\n" in said
+    assert run("--images", folder, "--output", tmp_path / "none") == 1
+    assert "--captions txt, for captions in x.txt beside x.jpg, implies it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--help")
+    assert "--captions txt implies it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_of_many_caption_files_without_an_image_the_first_are_named(tmp_path, capsys):
+    files = {"1.jpg": jpeg(1), "1.txt": "one", **{f"p{number}.txt": "" for number in range(7)}}
+    folder = make_folder(tmp_path / "photos", files)
+    assert run("--images", folder, "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "7 caption file(s) without an image: p0.txt, p1.txt, p2.txt, p3.txt, p4.txt, ...\n" in said
 
 
 def test_a_flat_folder_with_caption_files(tmp_path, capsys):
@@ -368,7 +397,7 @@ def test_images_that_cannot_be_read_are_counted_and_listed(tmp_path, capsys):
     assert [(one["path"], one["cause"]) for one in skipped(out)] == expected
     printed = capsys.readouterr()
     assert "skipped 5 of 6: 1 empty_image, 1 missing_file, 1 not_an_image, 2 truncated_image" in printed.out
-    assert "83.3% of the rows are bad" in printed.err
+    assert "83.3% of the rows are bad, more than the 1.0% of --max-bad-fraction 0.01:" in printed.err
     assert [members["jpg"] for members in read(out).values()] == [whole]
     # The status is that of the folder, also when nothing is left to do.
     assert run("--images", folder, "--output", out) == 1
@@ -675,18 +704,30 @@ def test_another_command_is_refused(classes, tmp_path, capsys):
     assert run(*words) == 0
     before = contents(tmp_path / "out")
     for more, message in (
-        (["--seed", 7], "--seed was 0 and is 7"),
-        (["--shards", 3, "--prefix", "x"], '--prefix was "shard" and is "x", --shards was not given and is 3'),
-        (["--template", "a {}"], '--template was "a photo of a {}" and is "a {}"'),
+        (["--seed", 7], "\n  --seed: 0 -> 7\n"),
+        (["--shards", 3, "--prefix", "x"], '\n  --prefix: "shard" -> "x"\n  --shards: not given -> 3\n'),
+        (["--template", "a {}"], '\n  --template: "a photo of a {}" -> "a {}"\n'),
     ):
         assert run(*words, *more) == 1
-        assert message in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert message in said
+        assert "(a hash)" not in said
+        assert "number of rows" not in said
     other = shutil.copytree(classes, tmp_path / "other")
     assert run("--images", other, "--output", tmp_path / "out") == 1
-    assert "--images was" in capsys.readouterr().err
+    assert "\n  --images: " in capsys.readouterr().err
+    table = write_table(tmp_path / f"{'long' * 40}.csv", [{"image": "1.jpg", "caption": "one"}])
+    assert run("--table", table, "--output", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert "\n  --table: not given -> " in said
+    assert max(len(line) for line in said.replace(str(tmp_path / "out"), "out").splitlines()) <= 120
     (classes / "apple" / "10.jpg").write_bytes(jpeg(10))
     assert run(*words) == 1
-    assert "number of rows was 15 and is 16" in capsys.readouterr().err
+    assert "\n  number of rows: 15 -> 16\n" in capsys.readouterr().err
+    (classes / "apple" / "10.jpg").unlink()
+    next((classes / "apple").iterdir()).rename(classes / "apple" / "other.jpg")
+    assert run(*words) == 1
+    assert "\n  paths, captions or columns of the rows: changed\n" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from dsclr.config import DataConfig
 from dsclr.data.loader import BAD_WINDOW
-from dsclr.units import format_bytes
+from dsclr.units import format_bytes, format_fractions
 
 # Images with a shorter side of more than so many times the model's are worth making smaller.
 LARGE_IMAGE = 3
@@ -54,9 +55,9 @@ def _on_shards(report: dict[str, Any], data: DataConfig) -> Iterator[str]:
         )
     if shards["damaged"]:
         yield (
-            f"{len(shards['damaged'])} shard(s) are cut off or damaged: training reads what comes before and says "
-            "little. Compare their sizes with the source's and fetch them anew, or write them again with "
-            "tools/make_shards.py."
+            f"{len(shards['damaged'])} shard(s) are cut off or damaged: training reads what comes before, and warns at "
+            "every start (data/incomplete_shards). Compare their sizes with the source's and fetch them anew, or write "
+            "them again with tools/make_shards.py."
         )
     if shards["wrong_index"]:
         yield (
@@ -93,9 +94,10 @@ def _on_samples(report: dict[str, Any], data: DataConfig, max_bad_fraction: floa
     causes = samples["causes"]
     if samples["unusable_fraction"] > max_bad_fraction:
         worst = next(iter(causes))
+        part, most = format_fractions(samples["unusable_fraction"], max_bad_fraction)
         yield (
-            f"{samples['unusable_fraction']:.2%} of the samples are unusable, over {max_bad_fraction:.2%}: training "
-            f"would end at the first window of {BAD_WINDOW:,} samples like that. Mend them, {worst} first. Raising "
+            f"{part} of the samples are unusable, over {most}: {_when_training_ends(report, max_bad_fraction)}. Mend "
+            f"them, {worst} first. Raising "
             f"dsclr.data.max_bad_fraction lets it run on, but these {samples['unusable']:,} samples are then never "
             "trained on, and a source that breaks later is noticed late."
         )
@@ -143,6 +145,23 @@ def _on_samples(report: dict[str, Any], data: DataConfig, max_bad_fraction: floa
     if "missing_id" in causes:
         lack = f"{causes['missing_id']:,} sample(s) lack what dsclr.data.id={data.id} names"
         yield f"{lack}: dsclr.data.id=caption needs nothing more."
+
+
+def _when_training_ends(report: dict[str, Any], max_bad_fraction: float) -> str:
+    """As dsclr.data.loader judges, if unusable samples stand everywhere as often."""
+    part, epoch = report["samples"]["unusable_fraction"], report["shards"]["samples"]
+    allowed = math.floor(max_bad_fraction * BAD_WINDOW)
+    read = math.ceil((allowed + 1) / part)
+    if part == 1:
+        # Nothing usable for a whole epoch: no batch would ever come.
+        read = min(read, BAD_WINDOW // 2, epoch)
+    epochs = read / max(1, epoch)
+    # Only of a small set an epoch or more goes by before.
+    when = f", {epochs:,.0f} epochs of this set: a shorter run gets through" if epochs >= 1.5 else ""
+    return (
+        f"training ends when more than {allowed:,} of the last {BAD_WINDOW:,} samples that a rank has read, over all "
+        f"epochs, were unusable. With these that is after some {read:,} samples{when}"
+    )
 
 
 def _on_images(report: dict[str, Any], image_size: int) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from tarfile import TarError
 
 from dsclr.config import ConfigError
 from dsclr.data.checking.examine import Examiner
@@ -13,7 +12,6 @@ from dsclr.data.checking.findings import Example, Findings
 from dsclr.data.checking.workers import NOWHERE, Died, Watch, run
 from dsclr.data.dataset import ShardDataset
 from dsclr.data.index import load_index
-from dsclr.data.tars import find_damage
 
 # Samples a process looks at between two answers: large enough to hide the pipe, small enough to share one shard.
 CHUNK = 256
@@ -28,6 +26,7 @@ class Opened:
         samples: that it holds; None: it cannot be read.
         bytes: of the tar, unpacked.
         damage: what is wrong with a part of it.
+        left_out: further members that are never read, in words.
         error: why it cannot be read.
     """
 
@@ -35,6 +34,7 @@ class Opened:
     samples: int | None = None
     bytes: int = 0
     damage: str | None = None
+    left_out: tuple[str, ...] = ()
     error: str | None = None
 
 
@@ -158,9 +158,9 @@ def _open(dataset: ShardDataset, shard: int) -> Opened:
     cache = dataset.reader.cache
     try:
         path = cache.local(dataset.reader.shards[shard])
-        samples = len(load_index(path, cache.folder))
-        return Opened(shard, samples, path.stat().st_size, find_damage(path))
-    except (OSError, TarError, ConfigError) as error:
+        index = load_index(path, cache.folder)
+        return Opened(shard, len(index), path.stat().st_size, index.damage, tuple(index.left_out))
+    except (OSError, ConfigError) as error:
         return Opened(shard, error=str(error) or type(error).__name__)
 
 

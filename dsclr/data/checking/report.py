@@ -101,6 +101,9 @@ def _shards(checked: Checked, dataset: ShardDataset) -> dict[str, Any]:
         "damaged": [
             {"shard": name, "damage": one.damage} for name, one in zip(names, opened, strict=True) if one.damage
         ],
+        "left_out": [
+            {"shard": name, "members": told} for name, one in zip(names, opened, strict=True) for told in one.left_out
+        ],
         "wrong_index": lies,
         "listed_twice": [name for name, count in listed.items() if count > 1],
     }

@@ -37,7 +37,8 @@ def _shards(shards: dict[str, Any]) -> Iterator[str]:
     yield from _listed("empty", shards["empty"])
     yield from _listed("far smaller", [f"{one['shard']}: {one['samples']:,} samples" for one in shards["small"]])
     yield from _listed("unreadable", [f"{one['shard']}: {one['error']}" for one in shards["unreadable"]])
-    yield from _listed("cut off or damaged", [f"{one['shard']}: {one['damage']}" for one in shards["damaged"]])
+    yield from _listed("cut off or damaged", [f"{one['shard']} {one['damage']}" for one in shards["damaged"]])
+    yield from _listed("members left out", [f"{one['shard']} {one['members']}" for one in shards["left_out"]])
     lies = [f"{one['shard']}: {one['index_file']:,}, really {one['holds']:,}" for one in shards["wrong_index"]]
     yield from _listed("wrong in the index file", lies)
     yield from _listed("listed twice", shards["listed_twice"])

@@ -19,8 +19,10 @@ from dsclr.data.writing.checks import NO_CAPTION, Checked, check_rows
 from dsclr.data.writing.images import stored_image
 from dsclr.data.writing.output import (
     CHECKS,
+    CONTENT,
     PART,
     PLAN,
+    ROWS,
     SKIPPED,
     differences,
     locked,
@@ -96,7 +98,7 @@ def make_shards(source: Source, output: Path, settings: Settings, workers: int) 
 
 def _plan_of(source: Source, settings: Settings, rows: Rows) -> dict[str, Any]:
     options = {f"--{name.replace('_', '-')}": value for name, value in asdict(settings).items()}
-    content = {"number of rows": len(rows), "content of the rows (a hash)": rows.digest}
+    content = {ROWS: len(rows), CONTENT: rows.digest}
     return {"format": FORMAT, **source.identity, **options, **content}
 
 
@@ -106,9 +108,10 @@ def _compare(before: dict[str, Any] | None, plan: dict[str, Any], output: Path) 
         result = before.pop("result", None)
         different = differences(before, plan)
         if different and tars(output):
+            changes = "".join(f"\n  {one}" for one in different)
             raise ConfigError(
-                f"--output: the shards in {output} are from another command: {different}. Give the same command to "
-                "go on with them, choose another folder, or delete this one"
+                f"--output: the shards in {output} are from another command or input. What changed:{changes}\n"
+                "Give the same command to go on with them, choose another folder, or delete this one."
             )
         if different:
             shutil.rmtree(output / CHECKS, ignore_errors=True)

@@ -17,6 +17,12 @@ PLAN = "make_shards.json"
 CHECKS = "make_shards.checks"
 SKIPPED = "skipped.jsonl"
 PART = ".part"
+# Of a plan, beside the options.
+ROWS = "number of rows"
+CONTENT = "content of the rows (a hash)"
+
+# Characters of an option's value that a message shows.
+MOST_SHOWN = 80
 
 # A killed run's processes leave at once, but not before the next run can start.
 LOCK_SECONDS = 10.0
@@ -98,14 +104,18 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What two plans do not have in common, as "--seed was 0 and is 1"; empty if nothing."""
-    return ", ".join(
-        f"{name} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    )
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What two plans do not have in common, as "--seed: 0 -> 1"; the content of the rows only if nothing else."""
+    different = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    # Other options make other rows.
+    options = [name for name in different if name not in (ROWS, CONTENT)]
+    lines = [f"{name}: {_shown(before.get(name))} -> {_shown(now.get(name))}" for name in options or different[:1]]
+    return ["paths, captions or columns of the rows: changed"] if different == [CONTENT] else lines
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return "not given"
+    text = json.dumps(value, ensure_ascii=False)
+    # The end of a long path says more than its middle.
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2 - 3]}...{text[-MOST_SHOWN // 2 :]}"

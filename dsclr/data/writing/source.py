@@ -18,6 +18,9 @@ from PIL import Image
 from dsclr.data.causes import BadSample
 from dsclr.data.writing.captions import present_captions
 
+# Files that are named where there may be many.
+MOST_NAMED = 5
+
 
 class Row(NamedTuple):
     """One sample before anything of it is read; JSON can hold it."""
@@ -40,6 +43,26 @@ class Content:
     info: dict[str, Any]
 
 
+@dataclass
+class Unused:
+    """Files of the input that no sample is made of.
+
+    Attributes:
+        suffixes: of files that are no images -> how many.
+        captions: caption files without an image.
+        first_captions: paths of the first of them.
+    """
+
+    suffixes: Counter[str] = field(default_factory=Counter)
+    captions: int = 0
+    first_captions: list[str] = field(default_factory=list)
+
+    def add_caption(self, path: str) -> None:
+        self.captions += 1
+        if len(self.first_captions) < MOST_NAMED:
+            self.first_captions.append(path)
+
+
 @dataclass(frozen=True)
 class Source:
     """An input.
@@ -50,7 +73,7 @@ class Source:
         captioned: whether samples are meant to have captions.
         identity: what the input is, by the names of the options that say so.
         fields: further names in the json member.
-        ignored: suffixes of files that were not looked at; filled while ``rows`` is read.
+        unused: filled while ``rows`` is read.
     """
 
     rows: Iterator[Row]
@@ -58,7 +81,7 @@ class Source:
     captioned: bool
     identity: dict[str, Any]
     fields: list[str] = field(default_factory=list)
-    ignored: Counter[str] = field(default_factory=Counter)
+    unused: Unused = field(default_factory=Unused)
 
 
 def load_file(row: Row, root: Path) -> Content:
