@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.environment import of_a_user
 from tests.launch.kills import END_SECONDS, ROOT, START_SECONDS, lines, write_config
 
 TORCHRUN = ["torchrun", "--nproc-per-node", "2", "--master-port"]
+OWN_TORCHRUN = [sys.executable, "launch/torchrun.py", *TORCHRUN[1:]]
 DEEPSPEED = ["deepspeed", "--num_accelerators", "2", "--master_port"]
 LAUNCHERS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
 
@@ -174,10 +176,20 @@ def test_the_first_error_is_shown_once(launch, launcher, loss, said):
         (TORCHRUN, signal.SIGTERM, 1),
         (["torchrun", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *TORCHRUN[1:]], signal.SIGUSR1, 1),
         (TORCHRUN, signal.SIGUSR1, -signal.SIGUSR1),
+        (OWN_TORCHRUN, signal.SIGTERM, INTERRUPTED),
+        (OWN_TORCHRUN, signal.SIGUSR1, INTERRUPTED),
         (DEEPSPEED, signal.SIGTERM, -signal.SIGTERM),
         (DEEPSPEED, signal.SIGUSR1, -signal.SIGUSR1),
     ],
-    ids=["torchrun-TERM", "torchrun-USR1-handled", "torchrun-USR1", "deepspeed-TERM", "deepspeed-USR1"],
+    ids=[
+        "torchrun-TERM",
+        "torchrun-USR1-handled",
+        "torchrun-USR1",
+        "own-TERM",
+        "own-USR1",
+        "deepspeed-TERM",
+        "deepspeed-USR1",
+    ],
 )
 def test_a_signal_to_the_launcher_ends_the_ranks_with_a_checkpoint(launch, launcher, number, expected, whole_group):
     job = launch(launcher)
@@ -187,6 +199,6 @@ def test_a_signal_to_the_launcher_ends_the_ranks_with_a_checkpoint(launch, launc
     else:
         job.process.send_signal(number)
     status, seconds = job.end(ranks)
-    print(f"{number.name} to {launcher[0]}{' and all' if whole_group else ''}: status {status} after {seconds:.1f} s")
+    print(f"{number.name} to {launcher[:2]}{' and all' if whole_group else ''}: status {status} after {seconds:.1f} s")
     assert status == expected
     assert_interrupted(job)
