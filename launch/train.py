@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import signal
 import sys
@@ -123,6 +124,11 @@ def _failed(error: Exception, rank: int, lifeline: Any) -> int:
         return status
     if isinstance(error, (ConfigError, BadDataError, OutOfMemory)):
         return _fail(error, rank, alone=True)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "the run folder or a temporary folder"
+        return _fail(
+            OSError(f"{error.strerror} in {where}: make room, then go on with --resume auto"), rank, alone=True
+        )
     traceback.print_exception(error)
     if "imed out" in str(error):
         error = RuntimeError(f"{error} (no answer of another rank within dsclr.run.timeout_seconds)")

@@ -145,6 +145,30 @@ class Checkpoints:
         for part in self.folder.glob(f"step-*{_PART}"):
             shutil.rmtree(part)
 
+    def choose(self, mode: str) -> Path | None:
+        """The checkpoint to continue from; rank 0 looks, the others hear of it.
+
+        Args:
+            mode: "newest", or "auto": one that is not damaged, None if there is none at all.
+
+        Raises:
+            ConfigError: on all ranks, when there is none to continue from.
+        """
+        found: list[Any] = [None, None]
+        if self.runtime.is_main:
+            self.tidy()
+            complete = self.complete()
+            try:
+                if mode != "auto" and not complete:
+                    raise ConfigError(f"--resume: {self.folder} holds no complete checkpoint")
+                found[0] = self.newest_intact() if mode == "auto" else complete[-1]
+            except ConfigError as error:
+                found[1] = error
+        dist.broadcast_object_list(found)
+        if found[1] is not None:
+            raise found[1]
+        return found[0]
+
     def newest_intact(self) -> Path | None:
         """The newest checkpoint that is not damaged; newer ones are set aside. None if there is none at all.
 

@@ -261,7 +261,7 @@ class _Run:
         return Progress(slots=Slots(self.rows, self.runtime.world_size))
 
     def _resume(self, mode: str) -> Progress:
-        checkpoint, seed = self._choose(mode), self.plan.config.dsclr.run.seed
+        checkpoint, seed = self.checkpoints.choose(mode), self.plan.config.dsclr.run.seed
         if checkpoint is None:
             progress = self._start()
         else:
@@ -274,23 +274,6 @@ class _Run:
         else:
             logger.info("resumed from %s, step %d", checkpoint, progress.step)
         return progress
-
-    def _choose(self, mode: str) -> Path | None:
-        """The checkpoint to continue from; rank 0 looks, the others hear of it."""
-        found: list[Any] = [None, None]
-        if self.runtime.is_main:
-            self.checkpoints.tidy()
-            try:
-                complete = self.checkpoints.complete()
-                found[0] = self.checkpoints.newest_intact() if mode == "auto" else complete[-1] if complete else None
-                if mode != "auto" and not complete:
-                    raise ConfigError(f"--resume: {self.checkpoints.folder} holds no complete checkpoint")
-            except ConfigError as error:
-                found[1] = error
-        dist.broadcast_object_list(found)
-        if found[1] is not None:
-            raise found[1]
-        return found[0]
 
     def train(self, last_step: int) -> None:
         cfg = self.plan.config.dsclr.run

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dsclr.interruption import INTERRUPTED, Interruption, end_process
 from tests.data.samples import write_shard
 from tests.environment import of_a_user
 from tests.scripts import load_script
-from tests.train.runs import timeless
+from tests.train.runs import same, timeless
 from tests.train.steps import model_file
 
 ROOT = Path(__file__).parents[2]
@@ -123,15 +122,15 @@ class Job:
                 environment.update(MASTER_PORT=str(free.getsockname()[1]), MASTER_ADDR="127.0.0.1")
             environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         start = self._command if fresh else self._imported
-        self.processes = [
+        self.processes: list[Any] = [
             start(arguments, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else environment)
             for rank in range(ranks)
         ]
 
-    def _command(self, arguments: list[str], environment: dict[str, str]) -> psutil.Process:
+    def _command(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
         words = [sys.executable, "launch/train.py", *arguments]
         with self.output.open("a") as out:
-            return psutil.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def _imported(self, arguments: list[str], environment: dict[str, str]) -> _Imported:
         return _Imported(arguments, environment, self.output)
@@ -315,17 +314,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
         return []
     *complete, _ = path.read_text().split("\n")
     return [json.loads(line) for line in complete]
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two nests of dicts, lists, tensors and numbers are equal, bit for bit."""
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return bool(ours == theirs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

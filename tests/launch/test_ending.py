@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.environment import of_a_user
 from tests.launch.kills import END_SECONDS, ROOT, START_SECONDS, lines, write_config
 
 TORCHRUN = ["torchrun", "--nproc-per-node", "2", "--master-port"]
+OWN_TORCHRUN = [sys.executable, "launch/torchrun.py", *TORCHRUN[1:]]
 DEEPSPEED = ["deepspeed", "--num_accelerators", "2", "--master_port"]
 LAUNCHERS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED}
 
@@ -48,10 +50,12 @@ class Launched:
     def ranks(self) -> list[psutil.Process]:
         found: dict[str, psutil.Process] = {}
         for process in self.process.children(recursive=True):
-            words = process.cmdline()
-            # not the loader processes, which are forks of the ranks
-            is_rank = "launch/train.py" in words[1:3] and "pt_data" not in process.name()
-            if is_rank and "LOCAL_RANK" in (environment := process.environ()):
+            try:
+                words, name, environment = process.cmdline(), process.name(), process.environ()
+            except psutil.Error:  # at its end
+                continue
+            # The loader processes are forks of the ranks.
+            if "launch/train.py" in words[1:3] and "pt_data" not in name and "LOCAL_RANK" in environment:
                 found.setdefault(environment["RANK"], process)
         return [found[rank] for rank in sorted(found)]
 
@@ -147,17 +151,15 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named_once(launch, launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("loss", "said"), [
     ("Raises", "error on rank 1: a mistake in the loss"),
-    ("Hangs", "dsclr.run.timeout_seconds"),
+    ("Hangs", "no answer of another rank within dsclr.run.timeout_seconds"),
 ])  # fmt: skip
 def test_the_first_error_is_shown_once(launch, launcher, loss, said):
     overrides = f"dsclr.loss.name=tests.launch.faults:{loss}", "dsclr.run.timeout_seconds=15"
     job = launch(LAUNCHERS[launcher], *overrides)
-    while not job.ranks():
-        time.sleep(0.1)
     ranks: list[psutil.Process] = []
-    while job.process.poll() is None:
-        ranks = job.ranks() or ranks
-        time.sleep(0.3)
+    while len(ranks) < 2:
+        ranks = job.ranks()
+    job.process.wait(START_SECONDS)
     status, _ = job.end(ranks)
     print(f"{launcher}, {loss}: status {status}\n{job.said()}")
     assert status == 1
@@ -174,10 +176,20 @@ def test_the_first_error_is_shown_once(launch, launcher, loss, said):
         (TORCHRUN, signal.SIGTERM, 1),
         (["torchrun", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *TORCHRUN[1:]], signal.SIGUSR1, 1),
         (TORCHRUN, signal.SIGUSR1, -signal.SIGUSR1),
+        (OWN_TORCHRUN, signal.SIGTERM, INTERRUPTED),
+        (OWN_TORCHRUN, signal.SIGUSR1, INTERRUPTED),
         (DEEPSPEED, signal.SIGTERM, -signal.SIGTERM),
         (DEEPSPEED, signal.SIGUSR1, -signal.SIGUSR1),
     ],
-    ids=["torchrun-TERM", "torchrun-USR1-handled", "torchrun-USR1", "deepspeed-TERM", "deepspeed-USR1"],
+    ids=[
+        "torchrun-TERM",
+        "torchrun-USR1-handled",
+        "torchrun-USR1",
+        "own-TERM",
+        "own-USR1",
+        "deepspeed-TERM",
+        "deepspeed-USR1",
+    ],
 )
 def test_a_signal_to_the_launcher_ends_the_ranks_with_a_checkpoint(launch, launcher, number, expected, whole_group):
     job = launch(launcher)
@@ -187,6 +199,6 @@ def test_a_signal_to_the_launcher_ends_the_ranks_with_a_checkpoint(launch, launc
     else:
         job.process.send_signal(number)
     status, seconds = job.end(ranks)
-    print(f"{number.name} to {launcher[0]}{' and all' if whole_group else ''}: status {status} after {seconds:.1f} s")
+    print(f"{number.name} to {launcher[:2]}{' and all' if whole_group else ''}: status {status} after {seconds:.1f} s")
     assert status == expected
     assert_interrupted(job)

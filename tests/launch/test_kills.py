@@ -23,4 +23,4 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 60), (2, 40)])
 def test_a_hundred_random_kills(tmp_path, ranks, kills):
-    Killer(tmp_path, ranks, steps=4 * kills, seed=ranks).run(kills)
+    Killer(tmp_path, ranks, steps=3 * kills, seed=ranks).run(kills)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dsclr.config import Config
 from dsclr.train import make_plan, train
 from tests.train.steps import LORA, model_file
@@ -57,3 +59,14 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two nests of dicts, lists, tensors and numbers are equal, bit for bit."""
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
