@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: as for torchrun; the command line's by default.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _pass_on)
+        # One that is ignored here is sent to the ranks by others, as in slurm.sh.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _pass_on)
     given = sys.argv[1:] if arguments is None else arguments
     try:
         torchrun(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *given])

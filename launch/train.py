@@ -23,7 +23,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--resume",
         nargs="?",
         const="newest",
-        choices=["auto"],
+        choices=["newest", "auto"],
         help="continue the run from its newest checkpoint; auto: from the newest that is not damaged, or start anew "
         "if there is none",
     )
