@@ -118,6 +118,7 @@ def assert_interrupted(job: Launched) -> None:
     assert "before the first step" not in job.said()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_deepspeed_hands_the_status_on(launch):
     job = launch(DEEPSPEED)
     ranks = begun(job)

@@ -62,6 +62,7 @@ def weights(folder):
     return {**load_file(folder / "adapter_model.safetensors"), **load_file(folder / "extras.safetensors")}
 
 
+@pytest.mark.slow
 def test_ten_steps_equal_five_then_five(small, tmp_path):
     # with a memory bank and a mixture with bad samples, which have to be where they were too
     shard = write_shard(tmp_path / "odd.tar", range(12), broken=(3, 5, 8))

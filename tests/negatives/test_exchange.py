@@ -105,7 +105,7 @@ def reference(world_size: int, loss: str, objective: str, kind: str) -> tuple[An
     return output.loss.detach(), a.grad, b.grad, scale.grad, output.metrics
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_have_the_loss_and_gradients_of_one_process(world_size):
     ranks, messages = zip(*spawn(world_size, of_rank, CASES), strict=True)
     assert all("they have 3, 4" in message for of_one in messages for message in of_one)

@@ -76,7 +76,7 @@ def test_the_build_of_adam_for_offload_is_announced(tmp_path, monkeypatch, caplo
     ).with_world_size(1)
     for device, announced in (("cuda", True), ("cpu", False)):
         caplog.clear()
-        with caplog.at_level("INFO"), pytest.raises(ConfigError, match="no device"):
+        with caplog.at_level("INFO", logger="dsclr"), pytest.raises(ConfigError, match="no device"):
             build_engine(make_model(config), engine_config(config, 1, "", torch.device(device)))
         assert ("needs a C++ compiler and takes minutes" in caplog.text) is announced
 
