@@ -102,7 +102,7 @@ class RunsOut:
             return original(*arguments)
 
         # All ranks take the same way.
-        failing.streams_keys = getattr(original, "streams_keys", False)
+        failing.__dict__["streams_keys"] = getattr(original, "streams_keys", False)
         setattr(step, target, failing)
 
 
