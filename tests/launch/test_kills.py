@@ -9,6 +9,7 @@ import pytest
 from tests.launch.kills import Killer
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
     killer = Killer(tmp_path, ranks=2, steps=11)
     killer.run_undisturbed()

@@ -158,15 +158,9 @@ def srun_alone(script, folder):
     return [words], {**environment, "PATH": f"{FAKES}:{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        slurm_script,
-        *(
-            pytest.param(launcher, marks=pytest.mark.slow)
-            for launcher in (torchrun, torchrun_c10d, deepspeed_no_ssh, deepspeed_ssh, srun_alone)
-        ),
-    ],
+    "launcher", [slurm_script, torchrun, torchrun_c10d, deepspeed_no_ssh, deepspeed_ssh, srun_alone]
 )
 def test_two_nodes_train_what_one_trains(one_node, tmp_path, launcher):
     processes, environment = launcher(train(one_node, tmp_path), tmp_path)
