@@ -32,7 +32,9 @@ LORA = {"rank": 3, "alpha": 6}
 
 def model_file(folder: Path, context_length: int = 12, vocab_size: int = 50) -> str:
     path = folder / f"dsclr-test-model-{vocab_size}.json"
-    path.write_text(
+    # Whole or not at all: another rank may read it while this one writes.
+    written = folder / f"{path.name}.{os.getpid()}"
+    written.write_text(
         json.dumps(
             {
                 "embed_dim": 16,
@@ -47,6 +49,7 @@ def model_file(folder: Path, context_length: int = 12, vocab_size: int = 50) -> 
             }
         )
     )
+    os.replace(written, path)
     return str(path)
 
 
