@@ -22,7 +22,7 @@ from dsclr.memory import is_out_of_memory, measured, peak_bytes, release
 from dsclr.models.leaves import separate_leaves
 from dsclr.models.memo import Memo
 from dsclr.models.statistics import capture_statistics, frozen_statistics
-from dsclr.negatives import EXCHANGES, Bank, Exchange
+from dsclr.negatives import EXCHANGES, Bank, Exchange, ShardedBank
 from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
@@ -144,6 +144,9 @@ class ContrastiveStep:
         self._phase = ""
         if self.exchange is not None:
             self.exchange.transport.agree = partial(self._agree, False)
+            if isinstance(self.bank, ShardedBank):
+                # One transport: ranks agree before the bank's visits too, and its bytes are counted.
+                self.bank.exchange.transport = self.exchange.transport
 
     def __call__(self, batch: BatchLike, number: int = 0) -> StepResult:
         """
