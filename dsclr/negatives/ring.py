@@ -79,4 +79,5 @@ class RingRows:
         rows = len(self.own[0])
         around = sum(x[:1].nbytes for x in self.own)
         visit = rows * ((self.world_size - 1) * around + self.world_size * len(numbers) * back_bytes)
-        return select(self.transport, numbers, rows, numbers[0].itemsize + row_bytes + back_bytes, visit)
+        # No more of them than pass by in a visit: a batch that needs a ring may not fit otherwise.
+        return select(self.transport, numbers, rows, numbers[0].itemsize + row_bytes + back_bytes, visit, 2 * rows)

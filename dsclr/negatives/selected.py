@@ -13,19 +13,17 @@ from dsclr.negatives.transport import Transport
 class SelectedRows:
     """See :class:`dsclr.ops.shared.Selection`."""
 
-    def __init__(self, transport: Transport, numbers: Tensor, rows: int) -> None:
+    def __init__(
+        self, transport: Transport, numbers: Tensor, rows: int, asked: Sequence[int], owed: Sequence[int]
+    ) -> None:
         """
         Args:
             numbers: (U,) global numbers, rising, each once.
             rows: N of every rank.
+            asked: how many this rank wants of each rank. owed: how many each rank wants of this one.
         """
-        self.transport = transport
-        ranks = torch.arange(transport.world_size + 1, device=numbers.device)
-        edges = torch.searchsorted(numbers, ranks * rows)
-        counts = edges.diff()
-        self.asked = counts.tolist()
-        self.owed = transport.all_to_all(counts).tolist()
-        self.wanted = transport.all_to_all(numbers % rows, self.asked, self.owed)
+        self.transport, self.asked, self.owed = transport, asked, owed
+        self.wanted = transport.all_to_all(numbers % rows, asked, owed)
 
     def fetch(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         sent = [x[self.wanted] for x in tensors]
@@ -43,22 +41,35 @@ class SelectedRows:
 
 
 def select(
-    transport: Transport, numbers: Sequence[Tensor], rows: int, selected_bytes: int, visit_bytes: int
+    transport: Transport,
+    numbers: Sequence[Tensor],
+    rows: int,
+    selected_bytes: int,
+    visit_bytes: int,
+    most_rows: int | None = None,
 ) -> list[SelectedRows] | None:
-    """The selections, or None on all ranks if they send more than a visit.
+    """The selections, or None on all ranks if they send more than a visit, or some rank would hold too many rows.
 
     Args:
         numbers: sets of global numbers, rising, each once.
         rows: N of every rank.
         selected_bytes: what a selected row of another rank costs. visit_bytes: what the visit costs a rank.
+        most_rows: that a rank may ask for, or be asked for, in a set; None: any number.
     """
-    first, end = transport.rank * rows, (transport.rank + 1) * rows
-    others = sum(len(x) - int(((x >= first) & (x < end)).sum()) for x in numbers)
-    counts = numbers[0].new_empty(transport.world_size)
+    rank, world_size = transport.rank, transport.world_size
+    edges = torch.arange(world_size + 1, device=numbers[0].device) * rows
+    own = torch.stack([torch.searchsorted(x, edges).diff() for x in numbers])
     transport.agree()
-    transport.gather(counts, numbers[0].new_tensor([others])).wait()
-    if int(counts.sum()) * selected_bytes >= visit_bytes * transport.world_size:
+    # By rank that asks, set, and rank that is asked.
+    everyone = own.new_empty((world_size, *own.shape))
+    transport.gather(everyone, own).wait()
+    others = int(everyone.sum() - everyone.diagonal(dim1=0, dim2=2).sum())
+    most = max(int(everyone.sum(2).max()), int(everyone.sum(0).max()))
+    if others * selected_bytes >= visit_bytes * world_size or (most_rows is not None and most > most_rows):
         transport.rows_chosen = 0
         return None
-    transport.rows_chosen = others
-    return [SelectedRows(transport, x, rows) for x in numbers]
+    transport.rows_chosen = int(own.sum() - own[:, rank].sum())
+    return [
+        SelectedRows(transport, x, rows, everyone[rank, i].tolist(), everyone[:, i, rank].tolist())
+        for i, x in enumerate(numbers)
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, SharedKeys, TopKInfoNCE
 from dsclr.negatives import GatherExchange, MemoryBank, RingExchange, ShardedBank
@@ -66,7 +67,8 @@ def of_rank(world, cases):
     size = world.world_size
     a, b, ids = rows(ROWS * size, size)
     own = slice(world.rank * ROWS, (world.rank + 1) * ROWS)
-    results = []
+    results: list[Any] = []
+    ways: set[tuple[str, bool]] = set()
     for name, loss, objective, kind in cases:
         exchange = EXCHANGES[name]()
         bank: Any = None
@@ -81,8 +83,37 @@ def of_rank(world, cases):
         output = LOSSES[loss](objective)(local_a, local_b, scale, ids[own], keys)
         output.loss.backward()
         metrics = {key: torch.tensor(float(value), dtype=torch.float64) for key, value in output.metrics.items()}
+        ways.add((name, exchange.transport.rows_chosen > 0))
         results.append((output.loss.detach(), local_a.grad, local_b.grad, scale.grad, metrics))
-    return results, refused(world.rank)
+    # Gradients of keys went back in both ways, as chosen rows and with a visit.
+    assert ways == set(itertools.product(EXCHANGES, (False, True)))
+    return results, refused(world.rank), {name: largest_tensor(name, world.rank) for name in EXCHANGES}
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.numel())
+        return made
+
+
+def largest_tensor(name: str, rank: int) -> int:
+    """Of a loss of wide rows, in rows."""
+    width = 64
+    a, b = torch.randn(2, ROWS, width, generator=torch.Generator().manual_seed(rank)).unbind()
+    with Largest() as largest:
+        for loss in (ExactInfoNCE(), TopKInfoNCE(3, 4)):
+            exchange = EXCHANGES[name]()
+            local_a, local_b = a.clone().requires_grad_(), b.clone().requires_grad_()
+            ids = torch.arange(ROWS) + ROWS * rank
+            loss(local_a, local_b, torch.tensor(SCALE), ids, SharedKeys(exchange)).loss.backward()
+    return largest.elements // width
 
 
 def refused(rank: int) -> list[str]:
@@ -107,7 +138,10 @@ def reference(world_size: int, loss: str, objective: str, kind: str) -> tuple[An
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_have_the_loss_and_gradients_of_one_process(world_size):
-    ranks, messages = zip(*spawn(world_size, of_rank, CASES), strict=True)
+    ranks, messages, largest = zip(*spawn(world_size, of_rank, CASES), strict=True)
+    # Own rows and those of two ranks are what a ring may hold; what is gathered comes in parts of 7 rows a rank.
+    assert all(rows["ring"] <= 2 * ROWS for rows in largest)
+    assert world_size < 3 or all(rows["gather"] > 2 * ROWS for rows in largest)
     assert all("they have 3, 4" in message for of_one in messages for message in of_one)
     for number, (_, loss, objective, kind) in enumerate(CASES):
         name = str(CASES[number])
