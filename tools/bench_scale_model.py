@@ -59,11 +59,6 @@ SCHEMES: dict[str, Callable[[Size], int]] = {
     # Each direction alone: keys in the forward, keys and their gradients in the backward (Cheng et al. 2024).
     "Inf-CL": lambda s: 2 * (2 * s.others * s.row * s.dim + s.all_visits * FLOAT * s.dim),
 }
-# Rows of other ranks that a rank holds at once, in embeddings, by scheme.
-HELD: dict[str, Callable[[Size], int]] = {
-    "gather": lambda s: s.ranks * s.rows,
-    "ring": lambda s: 3 * s.rows,
-}
 
 
 def on_paper(rows: int, dim: int, k: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from dsclr.losses.base import (
     similarity_metrics,
 )
 from dsclr.losses.exact import ExactInfoNCE
-from dsclr.losses.topk_shared import SharedScan
+from dsclr.losses.topk_shared import SharedScan, sampled_logsumexp
 from dsclr.ops import (
     Kept,
     ScanStats,
@@ -230,11 +230,7 @@ def _captured_mass(d: Direction, top: TopK, logit_scale: Tensor) -> Tensor:
     sample = _sample(d)
     whole = kept.new_full((len(sample),), -torch.inf)
     for keys, key_ids in d.segments():
-        scores = (d.q[sample] @ keys.T).to(kept.dtype)
-        scores.masked_fill_(d.q_ids[sample, None] == key_ids[None, :], -torch.inf)
-        if d.limit is not None:
-            scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
-        whole = torch.logaddexp(whole, torch.logsumexp(scores * logit_scale, 1))
+        whole = torch.logaddexp(whole, sampled_logsumexp(d, sample, keys, key_ids, logit_scale))
     return _mass(kept[sample], whole)
 
 

@@ -92,11 +92,9 @@ class SharedScan:
         sample = self.samples[number]
         if not len(sample):
             return
-        scores = (q[sample] @ keys.T).to(d.positive.dtype)
-        scores.masked_fill_(d.q_ids[sample, None] == ids[None, :], -torch.inf)
-        if d.limit is not None:
-            scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
-        self.sampled[number] = torch.logaddexp(self.sampled[number], torch.logsumexp(scores * self.scale, 1))
+        self.sampled[number] = torch.logaddexp(
+            self.sampled[number], sampled_logsumexp(d, sample, keys, ids, self.scale)
+        )
 
     @as_written
     def loss(self, a: Tensor, b: Tensor, logit_scale: Tensor, tops: Sequence[TopK]) -> Tensor:
@@ -186,3 +184,16 @@ class SharedScan:
             return torch.full_like(numbers, -1)
         places = torch.searchsorted(chosen, numbers).clamp_(max=len(chosen) - 1)
         return torch.where(chosen[places] == numbers, places, -1)
+
+
+def sampled_logsumexp(d: Direction, sample: Tensor, keys: Tensor, key_ids: Tensor, scale: Tensor) -> Tensor:
+    """(S,) log-sum-exp of some queries' valid scores with some keys, scaled.
+
+    Args:
+        sample: (S,) numbers of queries.
+    """
+    scores = (d.q.detach()[sample] @ keys.T).to(d.positive.dtype)
+    scores.masked_fill_(d.q_ids[sample, None] == key_ids[None, :], -torch.inf)
+    if d.limit is not None:
+        scores.masked_fill_(scores > d.limit[sample, None], -torch.inf)
+    return torch.logsumexp(scores * scale, 1)

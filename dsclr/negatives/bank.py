@@ -168,7 +168,6 @@ class ShardedBank:
             exchange: the ring.
         """
         self.exchange = exchange
-        self.size = size
         self.own = MemoryBank(size // exchange.transport.world_size, max_age)
         self._rows_a_step = 0
 

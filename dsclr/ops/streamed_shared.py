@@ -73,10 +73,8 @@ def shared_symmetric_infonce(
 
         def bank_normalisers(bank_a: Tensor, bank_b: Tensor, bank_ids: Tensor, first: int) -> None:
             same = SameIds(ids, bank_ids)
-            for tile in row_tiles(len(a), len(bank_ids)):
-                for q, keys, total in ((own_a, bank_b, by_row), (own_b, bank_a, by_column)):
-                    logits, _ = _logits(q, keys, s, same, tile, limit)
-                    total[tile] = torch.logaddexp(total[tile], logsumexp(logits, 1))
+            _add_to_normaliser(by_row, own_a, bank_b, s, same, limit)
+            _add_to_normaliser(by_column, own_b, bank_a, s, same, limit)
 
         bank(bank_normalisers)
         loss = (by_row + by_column - 2 * s * p).mean() / 2
@@ -105,13 +103,8 @@ def shared_symmetric_infonce(
         def bank_gradients(bank_a: Tensor, bank_b: Tensor, bank_ids: Tensor, first: int) -> None:
             nonlocal grad_scale
             same = SameIds(ids, bank_ids)
-            for tile in row_tiles(len(a), len(bank_ids)):
-                sides = ((own_a, bank_b, by_row, grad_a), (own_b, bank_a, by_column, grad_b))
-                for q, keys, normaliser, grad in sides:
-                    logits, _ = _logits(q, keys, s, same, tile, limit)
-                    found = (logits.sub_(normaliser[tile, None]).exp_().to(a.dtype) @ keys).to(wide)
-                    grad[tile] += found
-                    grad_scale += (q[tile] * found).sum()
+            for q, keys, normaliser, grad in ((own_a, bank_b, by_row, grad_a), (own_b, bank_a, by_column, grad_b)):
+                grad_scale += _add_bank_gradient(grad, q, keys, normaliser, s, same, limit)
 
         bank(bank_gradients)
         factor = s / (2 * len(a))
@@ -147,18 +140,13 @@ def shared_self_infonce(
 
         def normalisers(some: Visit) -> tuple[Tensor, ...]:
             for keys, key_ids, *_ in _both_views(some):
-                same = SameIds(z_ids, key_ids)
-                for tile in row_tiles(len(z), len(keys)):
-                    logits, _ = _logits(z, keys, s, same, tile, z_limit)
-                    normaliser[tile] = torch.logaddexp(normaliser[tile], logsumexp(logits, 1))
+                _add_to_normaliser(normaliser, z, keys, s, SameIds(z_ids, key_ids), z_limit)
             return ()
 
         def bank_normalisers(bank_a: Tensor, bank_b: Tensor, bank_ids: Tensor, first: int) -> None:
             same = SameIds(z_ids, bank_ids)
             for keys in (bank_a, bank_b):
-                for tile in row_tiles(len(z), len(keys)):
-                    logits, _ = _logits(z, keys, s, same, tile, z_limit)
-                    normaliser[tile] = torch.logaddexp(normaliser[tile], logsumexp(logits, 1))
+                _add_to_normaliser(normaliser, z, keys, s, same, z_limit)
 
         rows.visit(normalisers)
         bank(bank_normalisers)
@@ -186,11 +174,7 @@ def shared_self_infonce(
             nonlocal grad_scale
             same = SameIds(z_ids, bank_ids)
             for keys in (bank_a, bank_b):
-                for tile in row_tiles(len(z), len(keys)):
-                    logits, _ = _logits(z, keys, s, same, tile, z_limit)
-                    found = (logits.sub_(normaliser[tile, None]).exp_().to(z.dtype) @ keys).to(wide)
-                    grad_z[tile] += found
-                    grad_scale += (z[tile] * found).sum()
+                grad_scale += _add_bank_gradient(grad_z, z, keys, normaliser, s, same, z_limit)
 
         bank(bank_gradients)
         grad_a, grad_b = grad_z.chunk(2)
@@ -211,6 +195,34 @@ def _both_views(some: Visit) -> list[tuple[Tensor, ...]]:
         return [(a, ids, *more), (b, ids, *more)]
     *limit, of_a, of_b = more
     return [(a, ids, *limit, of_a), (b, ids, *limit, of_b)]
+
+
+def _add_to_normaliser(
+    total: Tensor, q: Tensor, keys: Tensor, scale: Tensor, same: SameIds, limit: Tensor | None
+) -> None:
+    """total_i = log(exp(total_i) + sum over valid j of exp(scale q_i . keys_j)), in place."""
+    for tile in row_tiles(len(q), len(keys)):
+        logits, _ = _logits(q, keys, scale, same, tile, limit)
+        total[tile] = torch.logaddexp(total[tile], logsumexp(logits, 1))
+
+
+def _add_bank_gradient(
+    grad: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    normaliser: Tensor,
+    scale: Tensor,
+    same: SameIds,
+    limit: Tensor | None,
+) -> Tensor:
+    """Add the softmax's mean of constant keys to every query's gradient; the sum of their products with the queries."""
+    of_scale = torch.zeros_like(scale)
+    for tile in row_tiles(len(q), len(keys)):
+        logits, _ = _logits(q, keys, scale, same, tile, limit)
+        found = (logits.sub_(normaliser[tile, None]).exp_().to(q.dtype) @ keys).to(grad.dtype)
+        grad[tile] += found
+        of_scale += (q[tile] * found).sum()
+    return of_scale
 
 
 def _logits(
