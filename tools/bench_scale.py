@@ -32,7 +32,9 @@ from dsclr.losses import DenseInfoNCE, ExactInfoNCE, SharedKeys, TopKInfoNCE, ba
 from dsclr.negatives import GatherExchange, RingExchange
 
 SCALE = 100.0
-# Scheme -> (loss, exchange). "chosen pairs" is what a small k makes of the same call.
+# Hard negatives of which so few rows are chosen that only they go back.
+FEW = 1
+# Scheme -> (loss, exchange).
 CASES = (
     "topk, gather",
     "topk, ring",
@@ -136,6 +138,7 @@ def _cases(rank: int, ranks: int, setup: dict[str, Any]) -> list[dict[str, Any]]
             {
                 "ranks": ranks,
                 "scheme": scheme,
+                "k": {"topk": setup["k"], "chosen": FEW}.get(name.split(", ")[0]),
                 "seconds": statistics.median(seconds for seconds, _ in rounds),
                 "alone_seconds": statistics.median(seconds for seconds, _ in found[_alone(name)]),
                 "counted_bytes": min(sent for _, sent in rounds) / ranks if ranks > 1 else 0,
@@ -151,7 +154,7 @@ Work = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, int]]
 def _works(ranks: int, k: int) -> dict[str, Work]:
     losses: dict[str, Any] = {
         "topk": TopKInfoNCE(k),
-        "chosen": TopKInfoNCE(1),
+        "chosen": TopKInfoNCE(FEW),
         "exact": ExactInfoNCE(),
         "dense": DenseInfoNCE(),
     }

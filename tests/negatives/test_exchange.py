@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsclr.losses import DenseInfoNCE, ExactInfoNCE, Keys, SharedKeys, TopKInfoNCE
 from dsclr.negatives import GatherExchange, MemoryBank, RingExchange, ShardedBank
+from tests.oracle import dense_loss
 from tests.train.steps import spawn
 
 DIM = 6
@@ -35,6 +36,9 @@ CASES = [
     for case in itertools.product(EXCHANGES, LOSSES, ("clip", "simclr"), ("none", "same", "sharded"))
     if case[3] == "none" or case[1] in ("exact, margin", "topk, tail")
 ]
+# Rows of a rank, in bfloat16, and all their negatives.
+HALF_ROWS, HALF_SCALE = 32, 20.0
+HALF_CASES = list(itertools.product(EXCHANGES, ("exact", "topk of more than there are"), ("clip", "simclr")))
 
 
 def rows(number: int, world_size: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +91,27 @@ def of_rank(world, cases):
         results.append((output.loss.detach(), local_a.grad, local_b.grad, scale.grad, metrics))
     # Gradients of keys went back in both ways, as chosen rows and with a visit.
     assert ways == set(itertools.product(EXCHANGES, (False, True)))
-    return results, refused(world.rank), {name: largest_tensor(name, world.rank) for name in EXCHANGES}
+    return results, refused(world.rank), in_half(world), {name: largest_tensor(name, world.rank) for name in EXCHANGES}
+
+
+def half_rows(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    a, b = (torch.nn.functional.normalize(torch.randn(number, 32, generator=generator), dim=1) for _ in range(2))
+    return a.bfloat16(), b.bfloat16(), torch.arange(number)
+
+
+def in_half(world: Any) -> list[Any]:
+    """Loss and gradients of bfloat16 rows."""
+    own = slice(world.rank * HALF_ROWS, (world.rank + 1) * HALF_ROWS)
+    a, b, ids = (x[own] for x in half_rows(HALF_ROWS * world.world_size))
+    results = []
+    for name, loss, objective in HALF_CASES:
+        local_a, local_b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        scale = torch.tensor(HALF_SCALE, requires_grad=True)
+        value = LOSSES[loss](objective)(local_a, local_b, scale, ids, SharedKeys(EXCHANGES[name]())).loss
+        value.backward()
+        results.append((value.detach(), local_a.grad, local_b.grad, scale.grad))
+    return results
 
 
 class Largest(TorchDispatchMode):
@@ -136,13 +160,46 @@ def reference(world_size: int, loss: str, objective: str, kind: str) -> tuple[An
     return output.loss.detach(), a.grad, b.grad, scale.grad, output.metrics
 
 
+def half_dense_loss(a: Tensor, b: Tensor, scale: Tensor, ids: Tensor, objective: str) -> Tensor:
+    return DenseInfoNCE(objective)(a, b, scale, ids).loss
+
+
+def assert_as_near_as_dense(case: tuple[str, ...], of_ranks: list[Any]) -> None:
+    """The error of bfloat16 is at most twice that of the dense loss in bfloat16, on one process.
+
+    Besides, a scalar may have the rounding of one number: dense may be right by chance.
+    """
+    objective = case[-1]
+    a, b, ids = half_rows(HALF_ROWS * len(of_ranks))
+    known = []
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        x, y = (side.to(dtype).requires_grad_() for side in (a, b))
+        scale = torch.tensor(HALF_SCALE, dtype=wide, requires_grad=True)
+        loss = dense_loss if dtype == torch.float64 else half_dense_loss
+        value = loss(x, y, scale, ids, objective)
+        value.backward()
+        known.append((value.detach(), x.grad, y.grad, scale.grad))
+    losses, grads_a, grads_b, scales = zip(*of_ranks, strict=True)
+    found = (
+        torch.stack(losses).mean(),
+        torch.cat([x.double() for x in grads_a]) / len(of_ranks),
+        torch.cat([x.double() for x in grads_b]) / len(of_ranks),
+        torch.stack(scales).mean(),
+    )
+    for ours, right, dense in zip(found, *known, strict=True):
+        error, of_dense = (ours.double() - right).norm(), (dense.double() - right).norm()
+        assert error <= 2 * of_dense + 2**-8 * right.norm() * (right.ndim == 0), f"{case}: {error} for {of_dense}"
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_have_the_loss_and_gradients_of_one_process(world_size):
-    ranks, messages, largest = zip(*spawn(world_size, of_rank, CASES), strict=True)
+    ranks, messages, half, largest = zip(*spawn(world_size, of_rank, CASES), strict=True)
     # Own rows and those of two ranks are what a ring may hold; what is gathered comes in parts of 7 rows a rank.
     assert all(rows["ring"] <= 2 * ROWS for rows in largest)
     assert world_size < 3 or all(rows["gather"] > 2 * ROWS for rows in largest)
     assert all("they have 3, 4" in message for of_one in messages for message in of_one)
+    for case, *of_ranks in zip(HALF_CASES, *half, strict=True):
+        assert_as_near_as_dense(case, of_ranks)
     for number, (_, loss, objective, kind) in enumerate(CASES):
         name = str(CASES[number])
         value, grad_a, grad_b, grad_scale, metrics = reference(world_size, loss, objective, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ FOUR_RANKS = [
     ("gather", "simclr", TOPK, None, 2, 3),
     ("ring", "simclr", EXACT, {**BANK, "sharded": True}, 0, 1),
 ]
+# Every way between ranks with every loss, objective and bank; stages and micro-batches so that each meets all others.
+PRODUCT = [
+    (*case, number % 3, (1, 3)[number // 3 % 2])
+    for number, case in enumerate(
+        itertools.product(
+            ("gather", "ring"), ("clip", "simclr"), (TOPK, EXACT, DENSE), (None, BANK, {**BANK, "sharded": True})
+        )
+    )
+]
+HALF = [
+    ("ring", "clip", TOPK, None, 2, 3),
+    ("gather", "clip", EXACT, {**BANK, "sharded": True}, 1, 1),
+    ("gather", "simclr", DENSE, None, 0, 3),
+]
 
 
 def rank_config(folder: Any, case: tuple[Any, ...], world_size: int) -> Config:
@@ -76,6 +91,34 @@ def test_ranks_equal_one_process(world, tmp_path, world_size, cases):
             for result, reference, tolerance in zip(rank[number], references, (2e-5, 2e-4), strict=True):
                 assert_same_step(result, reference, tolerance)
             assert rank[number][0]["metrics"]["negatives_bytes_sent"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_combination_of_ranks_equals_one_process(world, tmp_path, world_size, part):
+    test_ranks_equal_one_process(world, tmp_path, world_size, PRODUCT[part::6])
+
+
+def updates(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: after - result["before"][name] for name, after in result["after"].items()}
+
+
+def test_ranks_in_bf16_are_as_near_to_fp32_as_one_process(world, tmp_path):
+    runs, references = [], []
+    for case in HALF:
+        config, batch = rank_config(tmp_path, case, 2), rank_batch(case[1])
+        half = Config({**config.raw, "bf16": {"enabled": True}})
+        runs.append((half, batch))
+        references.append([[updates(engine_step(world, c, batch, n)) for c in (config, half)] for n in (1, 5)])
+    for of_rank in spawn(2, steps_of_rank, runs):
+        for case, results, reference in zip(HALF, of_rank, references, strict=True):
+            for result, (right, alone) in zip(results, reference, strict=True):
+                for name, found in updates(result).items():
+                    # Besides, what rounding one number to bf16 can take from it: one process may be right by chance.
+                    bound = 2 * (alone[name] - right[name]).norm() + 2**-8 * right[name].norm()
+                    assert (found - right[name]).norm() <= bound, f"{case}: {name}"
 
 
 class RunsOutOnce:
