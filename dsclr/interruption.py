@@ -9,13 +9,16 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 # Nothing here may import torch: the signals are taken over before the seconds that takes.
 
 # Exit status of a run that wrote a checkpoint (or had nothing to write yet) and goes on with --resume auto.
 INTERRUPTED = 85
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Of the one key press a rank may hear twice, from the terminal and from its launcher.
+ONE_PRESS_SECONDS = 1.0
 # Between two looks at whether the launcher is still there.
 LOOK_SECONDS = 1.0
 
@@ -25,10 +28,12 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Whether somebody asked this process to end: by SIGTERM, SIGUSR1, through another rank, or by ending the launcher.
+    """Whether somebody asked this process to end: by SIGTERM, SIGUSR1, Ctrl-C, through another rank, or by ending the
+    launcher.
 
     A thread takes the signals, as the main one may sit in a collective for long. Until :meth:`defer` there is nothing
-    to save, and the process ends at once; afterwards ``requested`` waits to be looked at.
+    to save, and the process ends at once; afterwards ``requested`` waits to be looked at, and a second Ctrl-C ends the
+    process at once.
 
     Attributes:
         reason: the signal's name, or a sentence.
@@ -46,7 +51,7 @@ class Interruption:
         return bool(self.reason)
 
     def listen(self) -> None:
-        """Take over SIGTERM and SIGUSR1 of this process; called in the main thread."""
+        """Take over SIGTERM, SIGUSR1 and SIGINT of this process; called in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         for number in SIGNALS:
@@ -75,9 +80,14 @@ class Interruption:
 
     def _watch(self, reader: int) -> None:
         launchers = _launchers()
+        pressed: float | None = None
         while True:
             ready, _, _ = select.select([reader], [], [], LOOK_SECONDS)
             for number in os.read(reader, 64) if ready else b"":
+                if number == signal.SIGINT:
+                    if pressed is not None and time.monotonic() - pressed > ONE_PRESS_SECONDS:
+                        end_process(128 + number)
+                    pressed = time.monotonic() if pressed is None else pressed
                 if number in SIGNALS:
                     self.request(signal.Signals(number).name)
             if launchers and _launchers() != launchers:

@@ -1,8 +1,8 @@
 """torchrun, ending with the exit status of the rank that failed first: ``python launch/torchrun.py --nnodes 2 ...``.
 
 torchrun itself ends with 1 whatever a rank ended with, so that a scheduler could not tell a run that stopped to be
-continued (85) from one that failed. SIGTERM and SIGUSR1 are passed on to the ranks, and then it is for them to end;
-torchrun would kill them after 30 seconds and end with 1.
+continued (85) from one that failed. SIGTERM, SIGUSR1 and Ctrl-C are passed on to the ranks, and then it is for them to
+end; torchrun would kill them after 30 seconds and end with 1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: as for torchrun; the command line's by default.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         # One that is ignored here is sent to the ranks by others, as in slurm.sh.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _pass_on)
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        torchrun(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *given])
+        torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *given])
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import signal
 import sys
+import tempfile
 import traceback
 from typing import Any
 
@@ -55,15 +55,17 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
     except ConfigError as error:
         return _fail(error, rank=0)
     rank = place.rank
+    # Of what all ranks of a machine meet alike one of them speaks: another machine may have other files.
+    first_here = place.local_rank == 0
     try:
         config = load_config(options.deepspeed_config, options.set)
     except ConfigError as error:
-        return _fail(error, rank)
+        return _fail(error, rank, alone=first_here)
 
     from dsclr.logs import configure_logging
 
     configure_logging(rank)
-    from dsclr.train import Lifeline, make_plan, runtime, train, verify
+    from dsclr.train import Lifeline, check_agreement, make_plan, runtime, train, verify
 
     interruption = interruption or Interruption()
     lifeline = plan = None
@@ -75,9 +77,10 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
                 print(json.dumps(plan.describe(), indent=2))
             return 0
         if not options.verify:
-            plan.folder.check(plan.config, options.resume)
+            plan.folder.check(plan.config, plan.dataset.contents(), options.resume)
         world = runtime.start(config.dsclr.run.timeout_seconds)
         lifeline = Lifeline(world, interruption)
+        check_agreement(plan, world, {"--resume": options.resume, "--max-steps": options.max_steps})
         if options.verify:
             verification = verify(plan, world)
             if rank == 0:
@@ -88,12 +91,12 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
             status = 0
     except Interrupted as ended:
         if rank == 0:
-            print(ended, file=sys.stderr)
+            _say(str(ended))
         status = INTERRUPTED
     except Exception as error:
-        status = _failed(error, rank, lifeline)
-        if rank == 0 and plan is not None and lifeline is not None and not options.verify:
-            plan.folder.fail()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error = _full(error, None if plan is None else str(plan.folder.path))
+        status = _failed(error, rank, lifeline, first_here)
         if status == 1 and lifeline is not None:
             # Not out of the group: another rank may wait in it, or be gone.
             return status
@@ -103,11 +106,12 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
     return status
 
 
-def _failed(error: Exception, rank: int, lifeline: Any) -> int:
+def _failed(error: Exception, rank: int, lifeline: Any, first_here: bool) -> int:
     """Say what happened, in full on the first rank that failed only.
 
     Args:
-        lifeline: None before there is one. A wrong configuration meets all ranks, and one says so.
+        lifeline: None before there is one. A wrong configuration meets all ranks, and one of each machine says so.
+        first_here: of the ranks on this machine.
     """
     from dsclr.config import ConfigError
     from dsclr.train import BadDataError, OutOfMemory, TrainingError
@@ -116,19 +120,14 @@ def _failed(error: Exception, rank: int, lifeline: Any) -> int:
         # All ranks have it.
         if lifeline is not None:
             lifeline.close()
-        return _fail(error, rank)
+        return _fail(error, rank, alone=lifeline is None and first_here)
     if lifeline is not None and not lifeline.first_to_fail():
         first, status = lifeline.first
         if status == 1:
-            print(f"rank {rank} ends, since rank {first} is gone", file=sys.stderr)
+            _say(f"rank {rank} ends, since rank {first} is gone")
         return status
-    if isinstance(error, (ConfigError, BadDataError, OutOfMemory)):
+    if isinstance(error, (ConfigError, BadDataError, OutOfMemory, _Full)):
         return _fail(error, rank, alone=True)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = error.filename or "the run folder or a temporary folder"
-        return _fail(
-            OSError(f"{error.strerror} in {where}: make room, then go on with --resume auto"), rank, alone=True
-        )
     traceback.print_exception(error)
     if "imed out" in str(error):
         error = RuntimeError(f"{error} (no answer of another rank within dsclr.run.timeout_seconds)")
@@ -141,19 +140,31 @@ def _fail(error: Exception, rank: int, alone: bool = False) -> int:
         alone: this rank may be the only one that met the error.
     """
     if rank == 0:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
     elif alone:
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        _say(f"error on rank {rank}: {error}")
     return 1
+
+
+class _Full(Exception):
+    """A disk."""
+
+
+def _full(error: OSError, folder: str | None) -> _Full:
+    # A write that fails does not say where.
+    where = error.filename or f"{folder or 'the run folder'} or {tempfile.gettempdir()} (temporary files)"
+    return _Full(f"{error.strerror} in {where}: make room, then go on with --resume auto")
+
+
+def _say(line: str) -> None:
+    # At once, its end included: ranks write to one terminal.
+    sys.stderr.write(f"{line}\n")
 
 
 if __name__ == "__main__":
     signals = Interruption()
     signals.listen()
-    try:
-        status = main(interruption=signals)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
+    status = main(interruption=signals)
     if status:
         # Not by way of the interpreter's end: it would wait for threads and processes that wait for other ranks.
         end_process(status)

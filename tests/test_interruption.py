@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,27 @@ def rest(process: subprocess.Popen) -> str:
     return out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_before_there_is_something_to_save_a_signal_ends_the_process(number):
     # The main thread waits for a lock that never comes, as in a collective whose other side is missing.
     process = start("print('ready', flush=True); import threading; l = threading.Lock(); l.acquire(); l.acquire()")
     process.send_signal(number)
     assert rest(process) == f"{number.name} before the first step: nothing to save, exit status 85\n"
     assert process.returncode == INTERRUPTED == 85
+
+
+def test_ctrl_c_pressed_again_ends_at_once():
+    process = start(
+        "asked.defer(); print('ready', flush=True); import threading; l = threading.Lock(); l.acquire(); l.acquire()"
+    )
+    # One press, heard from the terminal and from the launcher.
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert rest(process) == ""
+    assert process.returncode == 130
 
 
 def test_afterwards_it_waits_for_the_main_thread_and_a_second_one_changes_nothing():

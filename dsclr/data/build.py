@@ -129,8 +129,10 @@ def _dataset(
     parts = [expand_shards(one, where, cfg.allow_pipe) for one in patterns]  # type: ignore[arg-type]
     windows = cfg.shuffle_shards * len(parts)
     reader = ShardReader([shard for part in parts for shard in part], cache, open_files=2 * windows)
+    counts: list[int] = []
     if order is None:
-        order = _order(cfg, where, reader.counts(), [len(part) for part in parts], seed)
+        counts = reader.counts()
+        order = _order(cfg, where, counts, [len(part) for part in parts], seed)
     id_source = cfg.id
     if id_source == "auto":
         id_source = "key" if objective == "simclr" else "caption"
@@ -147,6 +149,7 @@ def _dataset(
         tokenizer=tokenizer if objective == "clip" else None,
         seed=seed,
         sources=dict(zip(cfg.source_names, map(len, parts), strict=False)),
+        counts=counts,
         choose_caption=choose_caption,
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -98,6 +100,7 @@ class ShardDataset(Dataset):
         tokenizer: of open_clip; None: ``b`` is a second view of the image.
         seed: of the augmentations, with the position.
         sources: name -> shards, of a mixture in the order of its shards; empty without one.
+        counts: samples of every shard.
         choose_caption: where a sample has several captions, draw one; False: the first.
     """
 
@@ -111,11 +114,18 @@ class ShardDataset(Dataset):
     tokenizer: Tokenizer | None
     seed: int
     sources: dict[str, int]
+    counts: Sequence[int] = ()
     choose_caption: bool = True
     _reads: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         self._padding = None if self.tokenizer is None else padding_token(self.tokenizer)
+
+    def contents(self) -> dict[str, Any]:
+        """What tells these shards from others, wherever they lie: how many, their samples, a digest of each shard's."""
+        names = [shard.name for shard in self.reader.shards]
+        digest = hashlib.sha256(json.dumps([names, list(self.counts)]).encode()).hexdigest()
+        return {"number": len(names), "samples": sum(self.counts), "digest": digest[:16]}
 
     def __getitem__(self, position: int) -> Sample | Skipped:
         if self._reads % PREPARE_EVERY == 0:

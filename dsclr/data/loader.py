@@ -220,12 +220,15 @@ class TrainLoader:
         if hopeless or recent_bad > self.max_bad_fraction * BAD_WINDOW:
             last = task.skipped[-1]
             self._pass(None)
+            allowed = (
+                f", or raise dsclr.data.max_bad_fraction (now {self.max_bad_fraction:g}: "
+                f"{self.max_bad_fraction * BAD_WINDOW:,.0f} of {BAD_WINDOW:,})"
+            )
             raise BadDataError(
                 f"{recent_bad} of the last {recent} samples were unusable "
                 f"({', '.join(f'{cause}: {n}' for cause, n in self.skipped.most_common())}), the last was "
                 f"{last.key} in {last.shard}: {last.detail}. Look them over with tools/check_shards.py and mend the "
-                f"shards, or raise dsclr.data.max_bad_fraction (now {self.max_bad_fraction:g}: "
-                f"{self.max_bad_fraction * BAD_WINDOW:,.0f} of {BAD_WINDOW:,})"
+                f"shards{'' if hopeless else allowed}"
             )
 
 

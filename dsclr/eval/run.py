@@ -13,7 +13,7 @@ from dsclr.data import build_eval_loader
 from dsclr.eval.features import extract_features
 from dsclr.eval.retrieval import retrieval_recall
 from dsclr.models import build_model, get_tokenizer, image_settings, load_trained
-from dsclr.report.run_folder import RunFolder
+from dsclr.report.run_folder import BESIDE, RunFolder
 
 
 def load_run(path: Path) -> tuple[RunFolder, Config]:
@@ -29,7 +29,8 @@ def load_run(path: Path) -> tuple[RunFolder, Config]:
         raise ConfigError(f"{path} is not a run folder: {folder.config}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{folder.config} is not valid JSON: {error}") from None
-    raw.pop("versions", None)
+    for key in BESIDE:
+        raw.pop(key, None)
     return folder, Config(raw, str(folder.config))
 
 

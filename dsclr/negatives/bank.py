@@ -133,9 +133,10 @@ class MemoryBank:
         Returns:
             For :meth:`load_state_dict`; None: these parts cannot be shared out so.
         """
-        if not self.shared:
-            return parts[rank] if len(parts) == world_size else None
-        return whole_bank(parts)
+        whole = whole_bank(parts)
+        if whole is None and not self.shared and len(parts) == world_size:
+            return parts[rank]
+        return whole
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Continue from a state.
@@ -143,8 +144,7 @@ class MemoryBank:
         Raises:
             ValueError: of a bank of another size.
         """
-        if len(state["steps"]) != self.size:
-            raise ValueError(f"the saved memory bank has {len(state['steps'])} rows, this one {self.size}")
+        _check_size(len(state["steps"]), self.size)
         # Copied: a state may be mapped from a file that is deleted some day.
         self._a, self._b, self._ids = (
             None if x is None else x.to(device, copy=True) for x in (state["a"], state["b"], state["ids"])
@@ -226,9 +226,16 @@ class ShardedBank:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """See :meth:`MemoryBank.load_state_dict`; this rank's part."""
+        world_size = self.exchange.transport.world_size
+        _check_size(len(state["steps"]) * world_size, self.own.size * world_size)
         own = dict(state)
         self._rows_a_step = own.pop("rows_a_step")
         self.own.load_state_dict(own, device)
+
+
+def _check_size(saved: int, size: int) -> None:
+    if saved != size:
+        raise ValueError(f"the saved memory bank has {saved} rows, this one {size}")
 
 
 Bank = MemoryBank | ShardedBank

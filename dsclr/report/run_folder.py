@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,15 +15,26 @@ from typing import Any
 
 from dsclr.config import Config, ConfigError
 from dsclr.report.metrics import truncate_after, write_atomically
+from dsclr.report.run_lock import LOCK
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("dsclr", "torch", "torchvision", "deepspeed", "open_clip_torch", "peft", "webdataset", "numpy", "pillow")
-# A resumed run must be the same model; everything else may change and is reported.
-_FIXED = ("dsclr.objective", "dsclr.model", "train_batch_size", "dsclr.run.seed", "dsclr.data.train")
+# A resumed run must be the same model and go on in the same order of samples; all else may change and is reported.
+_FIXED = (
+    "dsclr.objective",
+    "dsclr.model",
+    "train_batch_size",
+    "dsclr.run.seed",
+    "dsclr.data.train",
+    "dsclr.data.resampled",
+    "dsclr.data.shuffle",
+)
 
 # What a run writes before its config.json.
-_OF_A_START = ("tensorboard", "config.json.part")
+_OF_A_START = ("tensorboard", "config.json.part", LOCK)
+# In config.json beside the configuration.
+BESIDE = _VERSIONS, _SHARDS = "versions", "shards"
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,17 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
-    def check(self, config: Config, resume: str | None) -> None:
+    def check(self, config: Config, shards: dict[str, Any], resume: str | None) -> None:
         """Refuse to mix two runs.
 
         Args:
+            shards: see :meth:`dsclr.data.dataset.ShardDataset.contents`.
             resume: see :func:`dsclr.train.train`.
 
         Raises:
-            ConfigError: a new run where another is, or a resumed one that is not the same.
+            ConfigError: a new run where another is, a resumed one that is not the same, or no folder to write to.
         """
+        self._check_writable()
         if resume is None:
             if not self._is_empty():
                 raise ConfigError(
@@ -89,7 +103,16 @@ class RunFolder:
             before = json.loads(self.config.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"--resume: {self.config} is unreadable: {error}") from None
-        changed = dict(_differences(before, config.resolved()))
+        # A run of an earlier version did not write its shards down.
+        changed = dict(differences(before.pop(_SHARDS, shards), shards))
+        if changed:
+            raise ConfigError(
+                f"--resume: dsclr.data.train names other shards than {self.path} began with ("
+                + ", ".join(f"{key} {json.dumps(old)}, now {json.dumps(new)}" for key, (old, new) in changed.items())
+                + "): the order of samples would be another. Name those it began with, or start another run"
+            )
+        before.pop(_VERSIONS, None)
+        changed = dict(differences(before, config.resolved()))
         # All that is refused comes before any word on what is not.
         for key, (old, new) in sorted(changed.items(), key=lambda item: not item[0].startswith(_FIXED)):
             if key.startswith(_FIXED):
@@ -99,8 +122,19 @@ class RunFolder:
                 )
             logger.info("resuming with %s = %s (was %s)", key, json.dumps(new), json.dumps(old))
 
+    def _check_writable(self) -> None:
+        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"dsclr.run.dir: nothing can be written to {there} ({error.strerror}): "
+                f"choose another --set dsclr.run.dir=FOLDER than {self.path.parent}"
+            ) from None
+
     def _is_empty(self) -> bool:
-        return not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+        return not self.path.exists() or (self.path.is_dir() and all(path.name == LOCK for path in self.path.iterdir()))
 
     def _has_no_step(self) -> bool:
         """Whether this is at most a run that ended before its first checkpoint, of which nothing has to be kept."""
@@ -126,19 +160,17 @@ class RunFolder:
         """For whoever started the run: "running", "interrupted", "stopped", "done" or "failed".
 
         A run that was killed still says running. Process 0 of the run takes signals for all ranks.
+
+        Args:
+            step: of the newest checkpoint while it is running, else the last.
         """
         record = {"state": state, "step": step, "host": platform.node(), "pid": os.getpid()}
         write_atomically(self.state, json.dumps(record) + "\n")
 
-    def fail(self) -> None:
-        """Change the state to "failed", if the run came as far as to have one."""
-        if self.state.is_file():
-            self.write_state("failed", json.loads(self.state.read_text(encoding="utf-8"))["step"])
-
-    def write_config(self, config: Config) -> None:
-        """The resolved configuration and the versions that made the run."""
+    def write_config(self, config: Config, shards: dict[str, Any]) -> None:
+        """The resolved configuration, the versions that made the run, and what it trains on."""
         self.path.mkdir(parents=True, exist_ok=True)
-        resolved = {**config.resolved(), "versions": versions()}
+        resolved = {**config.resolved(), _VERSIONS: versions(), _SHARDS: shards}
         write_atomically(self.config, json.dumps(resolved, indent=2) + "\n")
 
 
@@ -152,11 +184,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """(key, (old, new)) where two nests of dicts are not equal; keys are joined by dots."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
-            if path == "" and key == "versions":
-                continue
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
         yield path, (old, new)

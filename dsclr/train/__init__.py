@@ -1,10 +1,21 @@
 """DeepSpeed engine, GradCache step, loop and checkpoints."""
 
 from dsclr.data import BadDataError
+from dsclr.train.agreement import check_agreement
 from dsclr.train.checkpoint import TrainingError
 from dsclr.train.lifeline import Lifeline
 from dsclr.train.loop import Plan, make_plan, train
 from dsclr.train.step import OutOfMemory
 from dsclr.train.verify import verify
 
-__all__ = ["BadDataError", "Lifeline", "OutOfMemory", "Plan", "TrainingError", "make_plan", "train", "verify"]
+__all__ = [
+    "BadDataError",
+    "Lifeline",
+    "OutOfMemory",
+    "Plan",
+    "TrainingError",
+    "check_agreement",
+    "make_plan",
+    "train",
+    "verify",
+]

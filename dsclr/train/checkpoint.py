@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8})$")
 # Being written or deleted; replaced by a new one that has its name in a moment.
 _PART, _OLD = ".part", ".old"
+# Of no use to --resume: found damaged; followed by bad steps only.
+_DAMAGED, _SUSPECT = ".damaged", ".suspect"
+# In a checkpoint that a finite step came after.
+_GOOD = "good"
 
 
 class TrainingError(RuntimeError):
@@ -62,6 +66,9 @@ class Checkpoints:
     A checkpoint is written under a temporary name and renamed when every rank is done, so a folder called
     step-NNNNNNNN is complete. All ranks must see the same file system.
 
+    Weights can be finite and still give nothing that is: a checkpoint is known to be good when a finite step has come
+    after it (:meth:`prove`), and the newest of those is never deleted.
+
     Args:
         folder: <run>/checkpoints.
         runtime: of this process.
@@ -86,7 +93,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, if one of them could not write; the checkpoints before are as they were.
         """
-        final = self.folder / f"step-{progress.step:08d}"
+        final = self.folder / _name(progress.step)
         temporary = self.folder / f"{final.name}{_PART}"
         writes = Writes()
         if self.runtime.is_main:
@@ -108,8 +115,37 @@ class Checkpoints:
         os.replace(temporary, final)
         sync_folder(self.folder)
         shutil.rmtree(final.with_name(final.name + _OLD), ignore_errors=True)
-        for old in self.complete()[: -self.keep_last]:
-            _remove(old)
+        self._prune()
+
+    def _prune(self) -> None:
+        complete, good = self.complete(), self.newest_good()
+        for old in complete[: -self.keep_last]:
+            if old != good:
+                _remove(old)
+
+    def newest_good(self) -> Path | None:
+        """The newest checkpoint that a finite step came after."""
+        return next((path for path in reversed(self.complete()) if (path / _GOOD).exists()), None)
+
+    def prove(self, step: int) -> None:
+        """A finite step has come after the checkpoint of a step. One rank calls this.
+
+        Raises:
+            OSError: this could not be written down.
+        """
+        (self.folder / _name(step) / _GOOD).touch()
+        self._prune()
+
+    def set_aside(self, step: int) -> Path:
+        """Keep a checkpoint under a name that --resume does not look at. One rank calls this.
+
+        Returns:
+            Where it is now.
+
+        Raises:
+            OSError: it could not be renamed.
+        """
+        return _rename(self.folder / _name(step), _SUSPECT)
 
     def _agree(self, writes: Writes, temporary: Path) -> None:
         """Wait for all ranks; if one could not write, give the checkpoint up on all of them."""
@@ -143,7 +179,10 @@ class Checkpoints:
             else:
                 os.replace(old, final)
         for part in self.folder.glob(f"step-*{_PART}"):
-            shutil.rmtree(part)
+            if part.is_dir():
+                shutil.rmtree(part)
+            else:
+                part.unlink()
 
     def choose(self, mode: str) -> Path | None:
         """The checkpoint to continue from; rank 0 looks, the others hear of it.
@@ -152,7 +191,7 @@ class Checkpoints:
             mode: "newest", or "auto": one that is not damaged, None if there is none at all.
 
         Raises:
-            ConfigError: on all ranks, when there is none to continue from.
+            ConfigError: on all ranks, when there is none to continue from, or the newest is damaged.
         """
         found: list[Any] = [None, None]
         if self.runtime.is_main:
@@ -161,7 +200,7 @@ class Checkpoints:
             try:
                 if mode != "auto" and not complete:
                     raise ConfigError(f"--resume: {self.folder} holds no complete checkpoint")
-                found[0] = self.newest_intact() if mode == "auto" else complete[-1]
+                found[0] = self.newest_intact() if mode == "auto" else _intact(complete[-1])
             except ConfigError as error:
                 found[1] = error
         dist.broadcast_object_list(found)
@@ -182,9 +221,7 @@ class Checkpoints:
             wrong = damage(checkpoint)
             if wrong is None:
                 return checkpoint
-            aside = checkpoint.with_name(checkpoint.name + ".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(checkpoint, aside)
+            aside = _rename(checkpoint, _DAMAGED)
             logger.warning(
                 "%s is damaged (%s): set aside as %s, the one before is tried", checkpoint, wrong, aside.name
             )
@@ -222,11 +259,38 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _intact(checkpoint: Path) -> Path:
+    wrong = damage(checkpoint)
+    if wrong is not None:
+        raise ConfigError(
+            f"--resume: {checkpoint} is damaged ({wrong}): --resume auto sets it aside and goes on from the one before"
+        )
+    return checkpoint
+
+
+def _rename(checkpoint: Path, ending: str) -> Path:
+    aside = checkpoint.with_name(checkpoint.name + ending)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(checkpoint, aside)
+    return aside
+
+
 def _remove(checkpoint: Path) -> None:
     # Half deleted it would pass for complete.
     part = checkpoint.with_name(checkpoint.name + _PART)
     os.replace(checkpoint, part)
     shutil.rmtree(part)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    found = _NAME.match(checkpoint.name)
+    assert found is not None
+    return int(found[1])
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -65,7 +65,7 @@ def seal(folder: Path) -> None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder (missing, truncated or changed files), or None. Reads everything once."""
     try:
-        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["bytes"]
+        expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["bytes"])
     except FileNotFoundError:
         # Of a version that did not list them.
         expected = {p.name: p.stat().st_size for p in folder.glob("*.pt")}
@@ -78,7 +78,7 @@ def damage(folder: Path) -> str | None:
         try:
             found = path.stat().st_size
             if found != size:
-                return f"{name} has {found:,} bytes of {size:,}"
+                return f"{name} has {found:,} bytes of {size}"
             if path.suffix == ".pt":
                 with zipfile.ZipFile(path) as archive:
                     bad = archive.testzip()

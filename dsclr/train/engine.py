@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import Any
 
 import torch
@@ -148,6 +149,12 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> Any:
         # The scale is that of fp16 losses.
         return None, *(g if scale == 1 else g * scale for g in ctx.gradients)
+
+
+def plain_grad_norm(engine: Any) -> float:
+    """Norm of the gradients at the parameters after the engine's reduction, for an optimizer that does not tell."""
+    gradients = [p.grad for p in engine.module.parameters() if p.requires_grad and p.grad is not None]
+    return float(torch.stack([g.float().norm() for g in gradients]).norm()) if gradients else math.nan
 
 
 def loss_scale(engine: Any) -> float:

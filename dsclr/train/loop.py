@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,10 @@ from dsclr.plan import make_planner, summary
 from dsclr.report.metrics import append_line, step_of_last_line, tensorboard_events, write_atomically
 from dsclr.report.progress import ProgressDisplay
 from dsclr.report.run_folder import RunFolder
+from dsclr.report.run_lock import only_job
 from dsclr.retention import Retention
 from dsclr.train.bad_steps import BadSteps
-from dsclr.train.checkpoint import Checkpoints, Progress, TrainingError, has_frozen_random_weights
+from dsclr.train.checkpoint import Checkpoints, Progress, TrainingError, has_frozen_random_weights, step_of
 from dsclr.train.data_report import DataReport
 from dsclr.train.determinism import explained, make_deterministic
 from dsclr.train.engine import build_engine, engine_config
@@ -155,15 +156,49 @@ def train(
         Interrupted: on all ranks, when asked to end; the checkpoint is written.
         ConfigError, TrainingError, dsclr.data.BadDataError.
     """
-    run = _Run(plan, runtime, resume, interruption or Interruption())
-    try:
-        run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
-    finally:
-        run.display.close()
-        run.loader.close()
-        # Those that ended the run.
-        run.data_report.write_skipped(run.progress.step + 1)
+    with _only_job(plan, runtime, resume):
+        run = _Run(plan, runtime, resume, interruption or Interruption())
+        try:
+            run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
+        except Interrupted:
+            raise
+        except Exception:
+            # Whatever keeps this from being written must not hide what happened.
+            with suppress(OSError):
+                run.say("failed")
+            raise
+        finally:
+            run.display.close()
+            run.loader.close()
+            # Those that ended the run.
+            with suppress(OSError):
+                run.data_report.write_skipped(run.progress.step + 1)
     return plan.folder
+
+
+@contextmanager
+def _only_job(plan: Plan, runtime: Runtime, resume: str | None) -> Iterator[None]:
+    """Hold the run folder, on rank 0 for all.
+
+    Raises:
+        TrainingError: on all ranks, if another job holds it.
+    """
+    with ExitStack() as held:
+        error: list[str | None] = [None]
+        if runtime.is_main:
+            # A job that was told to end, or lost a rank, is gone in less than this.
+            patience = min(60.0, plan.config.dsclr.run.timeout_seconds / 2) if resume == "auto" else 0.0
+            try:
+                held.enter_context(only_job(plan.folder.path, patience))
+                if resume is None:
+                    # Another one may have come and gone since the plan was made.
+                    plan.folder.check(plan.config, plan.dataset.contents(), resume)
+            except (ConfigError, OSError) as refused:
+                error = [str(refused)]
+        dist.broadcast_object_list(error)
+        if error[0] is not None:
+            raise TrainingError(error[0])
+        yield
 
 
 class _Run:
@@ -190,12 +225,12 @@ class _Run:
         self.bank = build_bank(ours.negatives.bank, runtime.world_size, ours.negatives.across_ranks)
         self.rows = plan.config.train_batch_size // runtime.world_size
         self.progress = self._resume(resume) if resume else self._start()
-        # The step of the newest checkpoint.
+        # The steps of the newest checkpoint, and of the newest one that a finite step came after (0: none).
         self.saved_at = self.progress.step
+        self.good_at = self._newest_good() if resume else 0
         if runtime.is_main:
             # Only now: a run that could not start leaves no folder behind.
-            plan.folder.write_config(plan.config)
-            plan.folder.write_state("running", self.progress.step)
+            plan.folder.write_config(plan.config, plan.dataset.contents())
         self.loader = build_train_loader(
             ours.data,
             plan.dataset,
@@ -275,13 +310,22 @@ class _Run:
             logger.info("resumed from %s, step %d", checkpoint, progress.step)
         return progress
 
+    def _newest_good(self) -> int:
+        step = [0]
+        if self.runtime.is_main:
+            good = self.checkpoints.newest_good()
+            step = [0 if good is None else step_of(good)]
+        dist.broadcast_object_list(step)
+        return step[0]
+
     def train(self, last_step: int) -> None:
         cfg = self.plan.config.dsclr.run
         first_step = self.progress.step
+        self.say("running")
         # Of a run that was interrupted while it evaluated, or before it.
         self._evaluate(due=self._evaluation_is_due(first_step))
         batches = iter(self.loader)
-        streak = BadSteps(cfg.max_bad_steps)
+        streak, is_due = BadSteps(cfg.max_bad_steps), False
         while self.progress.step < last_step:
             self._stop_if_asked()
             started = time.perf_counter()
@@ -305,19 +349,25 @@ class _Run:
             streak.after_step(result)
             if streak.is_over:
                 self._give_up(streak)
+            if not streak.count:
+                self._prove()
             if self.progress.step < last_step:
                 self._evaluate(due=self._evaluation_is_due(self.progress.step))
-            if cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0:
+            is_due = is_due or bool(cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0)
+            # Not amid bad steps: what the last step made of the weights may be their cause.
+            if is_due and not streak.count:
                 self._save()
+                self.say("running")
+                is_due = False
         self._save()
         if self.progress.step == self.plan.total_steps:
             self._evaluate(due=True)
             self._stop_if_asked()
             self._save_model()
-            self._say("done")
+            self.say("done")
             logger.info("done: %s", self.plan.folder.path)
         else:
-            self._say("stopped")
+            self.say("stopped")
             logger.info(
                 "stopped after step %d of %d, the same command with --resume and without --max-steps goes on: %s",
                 self.progress.step,
@@ -337,13 +387,14 @@ class _Run:
         if not bool(asked):
             return
         self._save()
-        self._say("interrupted")
+        self.say("interrupted")
         raise Interrupted(
             f"{self.interruption.reason or 'another rank was asked to end'}: ended after step {self.progress.step} of "
             f"{self.plan.total_steps}, the same command with --resume auto goes on: {self.plan.folder.path}"
         )
 
-    def _say(self, state: str) -> None:
+    def say(self, state: str) -> None:
+        """See :meth:`RunFolder.write_state`."""
         if self.runtime.is_main:
             self.plan.folder.write_state(state, self.progress.step)
 
@@ -368,10 +419,24 @@ class _Run:
     def _damage(self) -> NotFinite | None:
         return first_not_finite(training_state(self.engine), self.runtime.device)
 
+    def _prove(self) -> None:
+        """A finite step came after the newest checkpoint."""
+        if self.saved_at == self.good_at:
+            return
+        self.good_at = self.saved_at
+        if self.runtime.is_main:
+            # On a full disk the next save says so.
+            with suppress(OSError):
+                self.checkpoints.prove(self.good_at)
+
     def _advice(self) -> str:
-        newest = f"The checkpoint of step {self.saved_at} is the last good one: lower" if self.saved_at else "Lower"
+        start = "Lower"
+        if self.good_at:
+            start = f"The checkpoint of step {self.good_at} is the last good one: lower"
+        elif self.saved_at:
+            start = f"The only checkpoint, of step {self.saved_at}, may hold the cause (then start anew): lower"
         return (
-            f"{newest} the learning rate, lengthen the warm-up or look at the data of the bad steps "
+            f"{start} the learning rate, lengthen the warm-up or look at the data of the bad steps "
             f"({self.plan.folder.bad_steps}), then go on with --resume auto"
         )
 
@@ -386,16 +451,24 @@ class _Run:
             append_line(self.plan.folder.bad_steps, record)
 
     def _give_up(self, streak: BadSteps) -> None:
-        """End the run on what it was before the bad steps."""
+        """End the run on the last good state.
+
+        That is the newest checkpoint which a finite step came after. The weights from just before the bad steps are
+        finite, but may have become such that nothing else is: they are what --resume takes only if there is no other.
+        """
         last = self.progress.step
         self.progress = streak.go_back(self.runtime.device)
-        damaged = self._damage()
-        # A checkpoint from within the bad steps is as good: they changed no weight.
-        if damaged is None and self.saved_at < self.progress.step:
+        damaged, before = self._damage(), self.progress.step
+        kept = ""
+        if damaged is not None:
+            kept = f"; {damaged.tensor} of rank {damaged.rank} has become not finite itself"
+        elif before > self.good_at:
             self._save()
-        cause = "" if damaged is None else f"; {damaged.tensor} of rank {damaged.rank} has become not finite itself"
+            if self.good_at and self.runtime.is_main:
+                aside = self.checkpoints.set_aside(before)
+                kept = f"; what they began with is in {aside.name}, which --resume does not take"
         raise TrainingError(
-            f"{streak.count} steps in a row were not finite, up to step {last} ({streak.last}{cause}). {self._advice()}"
+            f"{streak.count} steps in a row were not finite, up to step {last} ({streak.last}{kept}). {self._advice()}"
         )
 
     def _evaluation_is_due(self, step: int) -> bool:
@@ -413,6 +486,7 @@ class _Run:
     def _log(self, result: StepResult, learning_rate: float, seconds: float) -> None:
         # A collective, so all ranks come here.
         scale = float(master_value(self.model.logit_scale).exp())
+        metrics = self.runtime.mean(result.metrics)
         of_data = self.data_report.counts()
         of_ranks = self.step.clock.counts(self.runtime.rank, self.runtime.world_size)
         counts = self.runtime.added([*of_data, *of_ranks])
@@ -426,7 +500,7 @@ class _Run:
             "logit_scale": scale,
             "grad_norm": result.grad_norm,
             "skip_rate": math.nan,
-            **result.metrics,
+            **metrics,
             "samples_per_second": self.plan.config.train_batch_size / seconds,
             "step_seconds": seconds,
             "peak_bytes": peak_bytes(self.runtime.device),

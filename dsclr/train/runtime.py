@@ -26,6 +26,14 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def mean(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Of every rank's, which call this together; of those ranks that have it, where a name is not on all."""
+        ranks: list[dict[str, float]] = [{}] * self.world_size
+        dist.all_gather_object(ranks, metrics)
+        names = list(dict.fromkeys(name for rank in ranks for name in rank))
+        of_ranks = {name: [rank[name] for rank in ranks if name in rank] for name in names}
+        return {name: sum(values) / len(values) for name, values in of_ranks.items()}
+
     def added(self, counts: list[int]) -> list[int]:
         """Element by element over all ranks, which call this together with lists of one length."""
         total = torch.tensor(counts, dtype=torch.int64, device=self.device)

@@ -26,7 +26,7 @@ from dsclr.negatives import EXCHANGES, Bank, Exchange, ShardedBank
 from dsclr.ops.shared import SharedRows
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
-from dsclr.train.engine import deliver_gradients, loss_scale
+from dsclr.train.engine import deliver_gradients, loss_scale, plain_grad_norm
 from dsclr.train.finite import NotFinite, first_not_finite, named_embeddings, named_gradients
 from dsclr.train.masters import clamp_master, master_value
 from dsclr.train.timing import StepClock
@@ -197,6 +197,8 @@ class ContrastiveStep:
         advice = "adapt fewer weights (dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
         with _no_way_back(number, "optimizer's step", advice):
             deliver_gradients(self.engine, gradients)
+            # ZeRO's optimizers tell it, and keep the gradients.
+            plain_norm = plain_grad_norm(self.engine) if self.engine.zero_optimization_stage() == 0 else math.nan
             self.engine.step()
         if log_scale.requires_grad:
             clamp_master(log_scale, math.log(self.max_logit_scale))
@@ -207,7 +209,7 @@ class ContrastiveStep:
         metrics.update(micro_batch_size=min(self.micro_batch_size, batch.rows), retained=self._kept_rows / batch.rows)
         self._retention.observe_step(peak_bytes(self.device), self._kept_rows)
         applied = self.engine.skipped_steps == skipped_before
-        return StepResult(self._mean_over_ranks(loss.value), metrics, self._grad_norm(), applied)
+        return StepResult(self._mean_over_ranks(loss.value), metrics, self._grad_norm(plain_norm), applied)
 
     def _loss(self, batch: BatchLike, a: Tensor, b: Tensor, log_scale: nn.Parameter, number: int) -> _LossResult:
         """The loss of all rows; leaves its gradients at a and b, those of other ranks included."""
@@ -407,9 +409,9 @@ class ContrastiveStep:
             mean = mean / dist.get_world_size()
         return float(mean)
 
-    def _grad_norm(self) -> float:
+    def _grad_norm(self, plain_norm: float) -> float:
         norm = self.engine.get_global_grad_norm()
-        return math.nan if norm is None else float(norm)
+        return plain_norm if norm is None else float(norm)
 
 
 def _add_gradients(

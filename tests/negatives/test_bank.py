@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsclr.losses import Keys
-from dsclr.negatives import MemoryBank
+from dsclr.negatives import MemoryBank, ShardedBank
 from dsclr.negatives.saved_bank import part_of_bank, whole_bank
 
 
@@ -108,6 +108,33 @@ def test_parts_of_a_sharded_bank_are_the_whole_one_for_any_number_of_ranks(steps
         assert [part and part["rows_a_step"] for part in of_four] == [2] * 4
         assert same(whole_bank(of_four), joined)
         assert part_of_bank(joined, 0, 3) is None
+
+
+def test_one_bank_for_all_ranks_becomes_that_of_each():
+    common = MemoryBank(8, shared=True)
+    fill(common, [3, 3])
+    parts = [common.part(rank) for rank in range(2)]
+    for world_size in (1, 2, 3):
+        for rank in range(world_size):
+            assert same(MemoryBank(8).joined(parts, rank, world_size), common.state_dict())
+    # Each had its own: the same ranks get theirs back, others nothing.
+    own = [MemoryBank(8), MemoryBank(8)]
+    fill(own[1], [2])
+    parts = [bank.part(rank) for rank, bank in enumerate(own)]
+    assert same(MemoryBank(8).joined(parts, 1, 2), own[1].state_dict())
+    assert MemoryBank(8).joined(parts, 0, 3) is None
+
+
+def test_sizes_are_those_of_the_configuration():
+    class TwoRanks:
+        world_size = 2
+
+    class Exchange:
+        transport = TwoRanks()
+
+    saved = ShardedBank(24, None, Exchange()).state_dict()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the saved memory bank has 24 rows, this one 48"):
+        ShardedBank(48, None, Exchange()).load_state_dict(saved, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def same(first: dict | None, second: dict | None) -> bool:

@@ -44,7 +44,7 @@ def run_config(folder: Path, name: str, stage: int = 2, micro: int = 4, **keys: 
 
 def run(world: Any, config: Config, resume: str | None = None, stop_after: int | None = None) -> None:
     plan = make_plan(config, world.world_size, world.device)
-    plan.folder.check(plan.config, resume)
+    plan.folder.check(plan.config, plan.dataset.contents(), resume)
     train(plan, world, resume=resume, stop_after=stop_after)
 
 

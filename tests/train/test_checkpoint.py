@@ -73,6 +73,45 @@ def test_the_newest_checkpoints_are_kept_and_nothing_else(world, tmp_path):
     assert damage(checkpoints.folder / "step-00000009") is None
 
 
+def test_the_newest_good_one_is_kept_whatever_comes_after(world, tmp_path):
+    checkpoints = make(world, tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(Engine(), progress(3))
+    checkpoints.prove(3)
+    for step in (6, 9):
+        checkpoints.save(Engine(), progress(step))
+        assert names(checkpoints.folder) == ["step-00000003", f"step-{step:08d}"]
+    assert checkpoints.newest_good() == checkpoints.folder / "step-00000003"
+    checkpoints.prove(9)
+    assert names(checkpoints.folder) == ["step-00000009"]
+    assert damage(checkpoints.folder / "step-00000009") is None
+    assert checkpoints.set_aside(9).name == "step-00000009.suspect"
+    assert checkpoints.complete() == []
+
+
+@pytest.mark.parametrize("text", ["[]", '{"bytes": [1, 2]}', "{", '{"bytes": {}}', '{"bytes": {"part-0.pt": "x"}}'])
+def test_a_list_of_files_that_is_none_is_damage(world, tmp_path, text):
+    checkpoints = make(world, tmp_path / "checkpoints")
+    checkpoint = checkpoints.save(Engine(), progress(3))
+    (checkpoint / MANIFEST).write_text(text)
+    assert damage(checkpoint) is not None
+    with pytest.raises(ConfigError, match="step-00000003 is damaged"):
+        checkpoints.choose("newest")
+
+
+def test_a_changed_byte_is_damage_also_to_resume_from_the_newest(world, tmp_path):
+    checkpoints = make(world, tmp_path / "checkpoints")
+    checkpoint = checkpoints.save(Engine(), progress(3))
+    content = bytearray((checkpoint / "part-0.pt").read_bytes())
+    place = content.index(torch.arange(1000.0).numpy().tobytes())
+    content[place + 100] ^= 1
+    (checkpoint / "part-0.pt").write_bytes(content)
+    # not a folder, as a kill leaves
+    (checkpoints.folder / "step-00000006.part").touch()
+    with pytest.raises(ConfigError, match=r"step-00000003 is damaged \(part-0.pt is damaged"):
+        checkpoints.choose("newest")
+    assert names(checkpoints.folder) == ["step-00000003"]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of a megabyte."""

@@ -125,6 +125,14 @@ def test_gradient_clipping_is_the_global_norms(world, tmp_path):
     assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [({}, 1e-4), ({"bf16": {"enabled": True}}, 0.05)], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_norm_of_the_gradients_is_told(world, tmp_path, stage, precision, tolerance):
+    config = make_config(tmp_path, {"lora": LORA}, zero_optimization={"stage": stage}, **precision)
+    ours, reference = engine_step(world, config, make_batch()), plain_step(config, make_batch())
+    assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=tolerance)
+
+
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_logit_scale_is_clamped_where_the_optimizer_keeps_it(world, tmp_path, stage, precision):
