@@ -231,7 +231,7 @@ class RunConfig(Section):
     epochs: float | None = Field(None, gt=0, description="Passes over the shards; excludes max_steps.")
     log_every: int = Field(1, ge=1)
     checkpoint_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: at the end only.")
-    keep_last: int = Field(2, ge=1, description="Checkpoints kept.")
+    keep_last: int = Field(2, ge=1, description="Checkpoints kept; besides, the newest that a finite step came after.")
     max_bad_steps: int = Field(10, ge=1, description="Stop after this many non-finite or skipped steps in a row.")
     timeout_seconds: float = Field(
         1800, gt=0, description="A rank that waits longer for another ends the run; evaluation on rank 0 counts."

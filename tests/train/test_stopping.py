@@ -217,7 +217,7 @@ def test_bad_steps_in_a_row_end_the_run_on_the_last_good_state(world, folder, mo
     assert [line["step"] for line in lines(folder / "bad/bad_steps.jsonl")] == [2]
 
 
-@pytest.mark.parametrize(("keep_last", "every"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("keep_last", "every"), [(1, 1), (2, 2)])
 def test_weights_that_are_finite_but_of_no_use_do_not_displace_a_good_checkpoint(world, folder, keep_last, every):
     name = f"useless-{keep_last}-{every}"
     keys = {"checkpoint_every": every, "keep_last": keep_last, "max_bad_steps": 2}
