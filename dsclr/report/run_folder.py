@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -85,9 +84,8 @@ class RunFolder:
             resume: see :func:`dsclr.train.train`.
 
         Raises:
-            ConfigError: a new run where another is, a resumed one that is not the same, or no folder to write to.
+            ConfigError: a new run where another is, or a resumed one that is not the same.
         """
-        self._check_writable()
         if resume is None:
             if not self._is_empty():
                 raise ConfigError(
@@ -121,17 +119,6 @@ class RunFolder:
                     "restore it, or start another run"
                 )
             logger.info("resuming with %s = %s (was %s)", key, json.dumps(new), json.dumps(old))
-
-    def _check_writable(self) -> None:
-        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        try:
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"dsclr.run.dir: nothing can be written to {there} ({error.strerror}): "
-                f"choose another --set dsclr.run.dir=FOLDER than {self.path.parent}"
-            ) from None
 
     def _is_empty(self) -> bool:
         return not self.path.exists() or (self.path.is_dir() and all(path.name == LOCK for path in self.path.iterdir()))

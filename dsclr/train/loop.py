@@ -181,7 +181,7 @@ def _only_job(plan: Plan, runtime: Runtime, resume: str | None) -> Iterator[None
     """Hold the run folder, on rank 0 for all.
 
     Raises:
-        TrainingError: on all ranks, if another job holds it.
+        TrainingError: on all ranks, if another job holds it, or it cannot be made.
     """
     with ExitStack() as held:
         error: list[str | None] = [None]
@@ -193,8 +193,13 @@ def _only_job(plan: Plan, runtime: Runtime, resume: str | None) -> Iterator[None
                 if resume is None:
                     # Another one may have come and gone since the plan was made.
                     plan.folder.check(plan.config, plan.dataset.contents(), resume)
-            except (ConfigError, OSError) as refused:
+            except ConfigError as refused:
                 error = [str(refused)]
+            except OSError as refused:
+                error = [
+                    f"nothing can be written to {plan.folder.path} ({refused.strerror}): choose another "
+                    "--set dsclr.run.dir=FOLDER"
+                ]
         dist.broadcast_object_list(error)
         if error[0] is not None:
             raise TrainingError(error[0])

@@ -28,6 +28,8 @@ class Runtime:
 
     def mean(self, metrics: dict[str, float]) -> dict[str, float]:
         """Of every rank's, which call this together; of those ranks that have it, where a name is not on all."""
+        if self.world_size == 1:
+            return metrics
         ranks: list[dict[str, float]] = [{}] * self.world_size
         dist.all_gather_object(ranks, metrics)
         names = list(dict.fromkeys(name for rank in ranks for name in rank))

@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -294,8 +295,8 @@ def test_other_shards_or_no_folder_to_write_to_are_refused(world, folder, tmp_pa
         plan.folder.check(Config(raw), contents, "auto")
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", Path("/proc/1")):
-        with pytest.raises(ConfigError, match=f"nothing can be written to {path}"):
-            RunFolder(path / "run").check(plan.config, contents, None)
+        with pytest.raises(TrainingError, match=rf"nothing can be written to {path}/run \(.*dsclr.run.dir=FOLDER"):
+            train(replace(plan, folder=RunFolder(path / "run")), world)
 
 
 def test_damaged_weights_are_never_saved(world, folder, monkeypatch):
