@@ -34,10 +34,7 @@ TWO_RANKS = [
     ("ring", "simclr", DENSE, BANK, 0, 1),
     ("gather", "clip", MARGIN, {**BANK, "max_age": 1}, 0, 3),
 ]
-FOUR_RANKS = [
-    ("ring", "clip", TOPK, BANK, 2, 3),
-    ("gather", "simclr", DENSE, {**BANK, "sharded": True}, 1, 1),
-]
+FOUR_RANKS = [("ring", "clip", TOPK, BANK, 2, 3)]
 # Every way between ranks with every loss, objective and bank; stages and micro-batches so that each meets all others.
 PRODUCT = [
     (*case, number % 3, (1, 3)[number // 3 % 2])

@@ -71,16 +71,16 @@ def test_settings_agree(world, tmp_path, model_path, changes):
     assert result.agrees, result.table()
 
 
-@pytest.mark.parametrize("across", ["off", "gather"])
-def test_two_ranks_agree(tmp_path, model_path, across):
-    model = {"name": model_path}
-    config = verify_config(tmp_path, model, dsclr={"negatives": {"across_ranks": across}})
-    for result in spawn(2, _agrees, config):
-        assert result
+def test_two_ranks_agree(tmp_path, model_path):
+    configs = [
+        verify_config(tmp_path, {"name": model_path}, dsclr={"negatives": {"across_ranks": across}})
+        for across in ("off", "gather")
+    ]
+    assert spawn(2, _agree, configs) == [[True, True]] * 2
 
 
-def _agrees(world, config):
-    return run_verify(world, config).agrees
+def _agree(world, configs):
+    return [run_verify(world, config).agrees for config in configs]
 
 
 def test_a_wrong_gradient_is_found(world, tmp_path, model_path, monkeypatch):
