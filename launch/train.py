@@ -94,9 +94,7 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
             _say(str(ended))
         status = INTERRUPTED
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error = _full(error, None if plan is None else str(plan.folder.path))
-        status = _failed(error, rank, lifeline, first_here)
+        status = _failed(error, rank, lifeline, first_here, "the run folder" if plan is None else str(plan.folder.path))
         if status == 1 and lifeline is not None:
             # Not out of the group: another rank may wait in it, or be gone.
             return status
@@ -106,12 +104,13 @@ def main(arguments: list[str] | None = None, interruption: Interruption | None =
     return status
 
 
-def _failed(error: Exception, rank: int, lifeline: Any, first_here: bool) -> int:
+def _failed(error: Exception, rank: int, lifeline: Any, first_here: bool, folder: str) -> int:
     """Say what happened, in full on the first rank that failed only.
 
     Args:
         lifeline: None before there is one. A wrong configuration meets all ranks, and one of each machine says so.
         first_here: of the ranks on this machine.
+        folder: of the run.
     """
     from dsclr.config import ConfigError
     from dsclr.train import BadDataError, OutOfMemory, TrainingError
@@ -126,8 +125,13 @@ def _failed(error: Exception, rank: int, lifeline: Any, first_here: bool) -> int
         if status == 1:
             _say(f"rank {rank} ends, since rank {first} is gone")
         return status
-    if isinstance(error, (ConfigError, BadDataError, OutOfMemory, _Full)):
+    if isinstance(error, (ConfigError, BadDataError, OutOfMemory)):
         return _fail(error, rank, alone=True)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # A write that fails does not say where.
+        where = error.filename or f"{folder} or {tempfile.gettempdir()} (temporary files)"
+        full = OSError(f"{error.strerror} in {where}: make room, then go on with --resume auto")
+        return _fail(full, rank, alone=True)
     traceback.print_exception(error)
     if "imed out" in str(error):
         error = RuntimeError(f"{error} (no answer of another rank within dsclr.run.timeout_seconds)")
@@ -144,16 +148,6 @@ def _fail(error: Exception, rank: int, alone: bool = False) -> int:
     elif alone:
         _say(f"error on rank {rank}: {error}")
     return 1
-
-
-class _Full(Exception):
-    """A disk."""
-
-
-def _full(error: OSError, folder: str | None) -> _Full:
-    # A write that fails does not say where.
-    where = error.filename or f"{folder or 'the run folder'} or {tempfile.gettempdir()} (temporary files)"
-    return _Full(f"{error.strerror} in {where}: make room, then go on with --resume auto")
 
 
 def _say(line: str) -> None:

@@ -4,7 +4,8 @@ from dsclr.data import BadDataError
 from dsclr.train.agreement import check_agreement
 from dsclr.train.checkpoint import TrainingError
 from dsclr.train.lifeline import Lifeline
-from dsclr.train.loop import Plan, make_plan, train
+from dsclr.train.loop import train
+from dsclr.train.run_plan import Plan, make_plan
 from dsclr.train.step import OutOfMemory
 from dsclr.train.verify import verify
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dsclr.report.run_folder import differences
 from dsclr.train.checkpoint import TrainingError
-from dsclr.train.loop import Plan
+from dsclr.train.run_plan import Plan
 from dsclr.train.runtime import Runtime
 
 # Of one machine.

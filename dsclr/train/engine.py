@@ -152,7 +152,9 @@ class _Given(torch.autograd.Function):
 
 
 def plain_grad_norm(engine: Any) -> float:
-    """Norm of the gradients at the parameters after the engine's reduction, for an optimizer that does not tell."""
+    """Norm of the reduced gradients where they lie at the parameters; NaN where the optimizer takes them."""
+    if engine.zero_optimization_stage() > 0 or engine.bfloat16_enabled() or engine.fp16_enabled():
+        return math.nan
     gradients = [p.grad for p in engine.module.parameters() if p.requires_grad and p.grad is not None]
     return float(torch.stack([g.float().norm() for g in gradients]).norm()) if gradients else math.nan
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,17 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from dsclr.config import Config, ConfigError
-from dsclr.data import build_eval_loader, build_train_dataset, build_train_loader, expand_shards
-from dsclr.data.dataset import ShardDataset
+from dsclr.config import ConfigError
+from dsclr.data import build_eval_loader, build_train_loader
 from dsclr.data.order import Slots
 from dsclr.data.tasks import Task
 from dsclr.eval import extract_features, retrieval_recall
 from dsclr.interruption import Interrupted, Interruption
-from dsclr.losses import build_loss
 from dsclr.memory import capacity_bytes, peak_bytes
 from dsclr.models import (
     ContrastiveModel,
-    ImageSettings,
     build_model,
-    check_model,
     enable_activation_checkpointing,
-    get_tokenizer,
-    image_settings,
     save_trained,
 )
 from dsclr.negatives import build_bank
@@ -52,85 +44,12 @@ from dsclr.train.determinism import explained, make_deterministic
 from dsclr.train.engine import build_engine, engine_config
 from dsclr.train.finite import NotFinite, first_not_finite, training_state
 from dsclr.train.masters import master_value
+from dsclr.train.run_plan import Plan
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import StepResult, build_step
 from dsclr.train.timing import rank_metrics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a configuration means, worked out and checked before anything slow starts.
-
-    Attributes:
-        config: with batch keys filled in.
-        folder: of the run.
-        dataset: of the training rows.
-        tokenizer, settings: of the model.
-        total_steps: length of the run.
-    """
-
-    config: Config
-    folder: RunFolder
-    dataset: ShardDataset
-    tokenizer: Any
-    settings: ImageSettings
-    total_steps: int
-
-    def describe(self) -> dict[str, Any]:
-        """For --dry-run: the resolved JSON and what follows from it."""
-        raw = self.config.raw
-        samples = self.dataset.order.epoch_samples
-        return {
-            "config": self.config.resolved(),
-            "run_folder": str(self.folder.path),
-            "train_shards": len(self.dataset.reader.shards),
-            "train_samples": samples,
-            "total_steps": self.total_steps,
-            "epochs": self.total_steps * raw["train_batch_size"] / samples,
-            "micro_batches_per_step": raw["gradient_accumulation_steps"],
-        }
-
-
-def make_plan(config: Config, world_size: int, device: torch.device) -> Plan:
-    """Check everything that can be checked without building the model.
-
-    Raises:
-        ConfigError: the first thing that cannot work.
-    """
-    config = config.with_world_size(world_size)
-    ours = config.dsclr
-    folder = RunFolder(Path(ours.run.dir) / ours.run.name)
-    engine_config(config, 1, "", device)
-    build_loss(ours.loss, ours.objective)
-    check_model(ours.model)
-    if ours.eval.data is not None:
-        if ours.objective == "simclr":
-            raise ConfigError("dsclr.eval.data: retrieval needs captions, which objective simclr does not train on")
-        expand_shards(ours.eval.data, "dsclr.eval.data", ours.data.allow_pipe)
-    spill_dir = ours.step.spill_dir
-    if spill_dir is not None and not (Path(spill_dir).is_dir() and os.access(spill_dir, os.W_OK | os.X_OK)):
-        raise ConfigError(
-            f"dsclr.step.spill_dir = {spill_dir}: not a folder one can write to; make it, or name "
-            "one on a disk with room for a batch's images"
-        )
-    settings = image_settings(ours.model)
-    tokenizer = get_tokenizer(ours.model) if ours.objective == "clip" else None
-    dataset = build_train_dataset(ours.data, ours.objective, settings, tokenizer, ours.run.seed)
-    if ours.run.max_steps is not None:
-        total_steps = ours.run.max_steps
-    else:
-        samples = (ours.run.epochs or 0) * dataset.order.epoch_samples
-        total_steps = max(1, math.floor(samples / config.train_batch_size))
-    if config.train_batch_size > dataset.order.epoch_samples:
-        logger.warning(
-            "train_batch_size = %d is more than the %d samples of dsclr.data.train: a batch holds samples several "
-            "times, which are no negatives of each other",
-            config.train_batch_size,
-            dataset.order.epoch_samples,
-        )
-    return Plan(config, folder, dataset, tokenizer, settings, total_steps)
 
 
 def train(
@@ -160,19 +79,18 @@ def train(
         run = _Run(plan, runtime, resume, interruption or Interruption())
         try:
             run.train(plan.total_steps if stop_after is None else min(stop_after, plan.total_steps))
-        except Interrupted:
-            raise
-        except Exception:
-            # Whatever keeps this from being written must not hide what happened.
+        except Exception as error:
+            # Whatever keeps these from being written must not hide what happened.
             with suppress(OSError):
-                run.say("failed")
+                # Those that ended the run.
+                run.data_report.write_skipped(run.progress.step + 1)
+            with suppress(OSError):
+                if not isinstance(error, Interrupted):
+                    run.say("failed")
             raise
         finally:
             run.display.close()
             run.loader.close()
-            # Those that ended the run.
-            with suppress(OSError):
-                run.data_report.write_skipped(run.progress.step + 1)
     return plan.folder
 
 
@@ -330,7 +248,7 @@ class _Run:
         # Of a run that was interrupted while it evaluated, or before it.
         self._evaluate(due=self._evaluation_is_due(first_step))
         batches = iter(self.loader)
-        streak, is_due = BadSteps(cfg.max_bad_steps), False
+        streak = BadSteps(cfg.max_bad_steps)
         while self.progress.step < last_step:
             self._stop_if_asked()
             started = time.perf_counter()
@@ -358,12 +276,10 @@ class _Run:
                 self._prove()
             if self.progress.step < last_step:
                 self._evaluate(due=self._evaluation_is_due(self.progress.step))
-            is_due = is_due or bool(cfg.checkpoint_every and self.progress.step % cfg.checkpoint_every == 0)
             # Not amid bad steps: what the last step made of the weights may be their cause.
-            if is_due and not streak.count:
+            if self._checkpoint_is_due() and not streak.count:
                 self._save()
                 self.say("running")
-                is_due = False
         self._save()
         if self.progress.step == self.plan.total_steps:
             self._evaluate(due=True)
@@ -379,6 +295,10 @@ class _Run:
                 self.plan.total_steps,
                 self.plan.folder.path,
             )
+
+    def _checkpoint_is_due(self) -> bool:
+        every = self.plan.config.dsclr.run.checkpoint_every
+        return every is not None and self.progress.step // every > self.saved_at // every
 
     def _stop_if_asked(self) -> None:
         """All ranks come here at the same step, and one request is enough for all.

@@ -197,8 +197,7 @@ class ContrastiveStep:
         advice = "adapt fewer weights (dsclr.model.lora), use zero_optimization.stage 2, or set dsclr.step.retain to 0"
         with _no_way_back(number, "optimizer's step", advice):
             deliver_gradients(self.engine, gradients)
-            # ZeRO's optimizers tell it, and keep the gradients.
-            plain_norm = plain_grad_norm(self.engine) if self.engine.zero_optimization_stage() == 0 else math.nan
+            plain_norm = plain_grad_norm(self.engine)
             self.engine.step()
         if log_scale.requires_grad:
             clamp_master(log_scale, math.log(self.max_logit_scale))

@@ -21,7 +21,7 @@ from dsclr.models import ContrastiveModel, build_model, enable_activation_checkp
 from dsclr.retention import Retention
 from dsclr.rng import RandomState
 from dsclr.train.engine import build_engine, engine_config
-from dsclr.train.loop import Plan
+from dsclr.train.run_plan import Plan
 from dsclr.train.runtime import Runtime
 from dsclr.train.step import build_step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -301,6 +302,14 @@ def test_images_kept_spilled_or_read_again_train_the_same_weights(small, tmp_pat
     assert 0 < forecast["peak_bytes"] < 1e9
     line = lines(tmp_path / "runs/keep/metrics.jsonl")[-1]
     assert (line["micro_batch_size"], line["retained"], line["recoveries"]) == (4, 0, 0)
+
+
+def test_a_full_disk_is_named_with_what_may_lie_on_it(capsys):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert load_script("launch/train.py")._failed(full, 0, None, True, "runs/mine") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: No space left on device in runs/mine or ")
+    assert line.endswith("(temporary files): make room, then go on with --resume auto")
 
 
 def test_verify_from_the_command_line(small, tmp_path):

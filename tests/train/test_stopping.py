@@ -172,6 +172,10 @@ def test_one_rank_that_is_asked_ends_all_at_the_same_step(folder):
     assert first.startswith("another rank was asked to end: ended after step 3 of 6")
     assert second.startswith("SIGUSR1: ended after step 3 of 6")
     assert checkpoints == ["step-00000002", "step-00000003"]
+    # What the metrics tell is of all rows, not of the first rank's.
+    ours, theirs = (lines(folder / name / "metrics.jsonl")[:3] for name in ("one", "whole"))
+    for key in ("positive_similarity", "hardest_negative_similarity"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=1e-3), key
 
 
 def poison(monkeypatch, steps):
@@ -236,13 +240,13 @@ def test_weights_that_are_finite_but_of_no_use_do_not_displace_a_good_checkpoint
 
 
 def test_a_failure_is_told_even_where_the_folder_cannot_be_written_to(world, folder, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, f"No space left for {path}")
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "append_line", full)
-        patch.setattr(RunFolder, "write_state", lambda self, state, step: full() if state == "failed" else None)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr(RunFolder, "write_state", lambda self, state, step: full(state) if state == "failed" else None)
+        with pytest.raises(OSError, match=r"No space left for .*\.jsonl"):
             go(world, config(folder, "full"))
 
 
@@ -257,7 +261,8 @@ with only_job(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
-def test_a_folder_is_one_jobs_at_a_time(world, folder, monkeypatch, resume):
+def test_a_folder_is_one_jobs_at_a_time(world, folder, caplog, resume):
+    caplog.set_level("INFO")
     run_folder = folder / f"held-{resume}"
     words = [sys.executable, "-c", HOLD, str(run_folder), "3" if resume else "60"]
     holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=of_a_user(PYTHONPATH=str(ROOT)))
@@ -271,6 +276,7 @@ def test_a_folder_is_one_jobs_at_a_time(world, folder, monkeypatch, resume):
             holder.wait()
         # One that continues another waits for its end; nothing else of a killed one is in the way.
         go(world, config(folder, run_folder.name), resume=resume)
+        assert ("waiting for its end" in caplog.text) == (resume == "auto")
     finally:
         holder.kill()
     assert_as_whole(folder, run_folder.name)
